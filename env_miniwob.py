@@ -1,0 +1,152 @@
+"""MiniWoB++ as an environment: 130 small real web pages in real Chromium, offline, with their own binary reward.
+
+The PyPI package `miniwob` brings the pages; this file serves them on a loopback port and talks to their `core` object
+(an episode is a pure function of page and seed). A task is `page.seed`; its instruction is what the page itself says.
+Splits are disjoint ranges of seeds: `demonstrations`, `train`, `eval`.
+
+    env = MiniWob("choose-date-easy,grid-coordinate", tasks_per_page=50)          # 160x210 pixels, the demo's size
+    env = MiniWob("login-user", scale=3)                                          # 480x630 pixels, for a real model
+
+The reward is 1 if the page ended the episode with a positive raw reward (MiniWoB++'s usual success; the time discount is
+left out), else 0. The pages' time limit is lifted, since an agent's thinking time is not part of the task, and their
+animations are off, so that one seed gives one screenshot. `use-colorwheel` rewards any colour a little and
+therefore always counts as a success.
+"""
+
+# no dimensions here: everything is one page
+
+import difflib
+import functools
+import http.server
+import importlib.util
+import threading
+from pathlib import Path
+
+from rollout import Environment, Task, Verdict
+from runtime import UserError
+
+SPLITS = {"demonstrations": 1_000_000, "train": 2_000_000, "eval": 3_000_000}  # first seed of each
+SEEDS_PER_SPLIT = 1_000_000
+
+# The reward display and the marks of earlier clicks are MiniWoB's debugging aids, no part of the page.
+STYLE = """
+#reward-display, #click-canvas, #sync-task-cover { display: none !important; }
+html { overflow: hidden; background: white; }
+"""
+# setTimeout holds a signed 32-bit number of milliseconds, so that is the longest time limit. Once the episode is over,
+# nothing may start another one: `startEpisode` would offer it, and its reward would replace this one's.
+START = """([seed, style]) => {
+    const sheet = document.createElement('style');
+    sheet.textContent = style;
+    document.head.append(sheet);
+    if (window.jQuery) jQuery.fx.off = true;
+    Math.seedrandom(seed);
+    core.EPISODE_MAX_TIME = 2147483647;
+    core.startEpisodeReal();
+    core.clearTimer();
+    core.startEpisode = () => {};
+}"""
+UTTERANCE = """() => { const u = core.getUtterance(); return typeof u === 'string' ? u : u.utterance; }"""
+
+
+class MiniWob(Environment):
+    """Tasks of MiniWoB++ pages. `pages`: comma-separated page names; `scale`: screenshot pixels per CSS pixel.
+
+    Raises UserError for an unknown page, and where the package `miniwob` is not installed.
+    """
+
+    name = "miniwob"
+    width, height = 160, 210  # CSS pixels of every page
+    fresh_context = False  # the pages keep nothing between two loads
+
+    def __init__(self, pages: str = "choose-date-easy", tasks_per_page: int = 100, scale: float = 1.0):
+        self.pages = [p.strip() for p in pages.split(",") if p.strip()]
+        self.root = html_root()
+        for page in self.pages:
+            check_page(page, self.root)
+        if not self.pages or not 0 < tasks_per_page <= SEEDS_PER_SPLIT or not scale > 0:
+            raise UserError("MiniWob needs a page, between 1 and a million tasks per page and a positive scale")
+        self.tasks_per_page, self.scale = tasks_per_page, scale
+        handler = functools.partial(_QuietFiles, directory=str(self.root))
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self.base = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, name="miniwob pages", daemon=True).start()
+
+    def tasks(self, split: str) -> list[Task]:
+        """All tasks of a split, the pages in turn, so that every stretch of the list holds all of them equally."""
+        if split not in SPLITS:
+            raise UserError(f"MiniWob has no split {split!r}; choose one of {', '.join(SPLITS)}")
+        seeds = range(SPLITS[split], SPLITS[split] + self.tasks_per_page)
+        return [self.task(page, seed) for seed in seeds for page in self.pages]
+
+    def task(self, page: str, seed: int) -> Task:
+        """One task; the page makes the instruction when it opens, so here it is still empty."""
+        check_page(page, self.root)
+        return Task(id=f"{page}.{seed}", site=page, instruction="", seed=seed, data={"page": page}, changes_state=False)
+
+    def origins(self, task: Task) -> list[str]:
+        return [self.base]
+
+    def open(self, task: Task, session) -> str:
+        """Load the page, start the episode of the task's seed, return the instruction."""
+        session.goto(f"{self.base}/miniwob/{task.data['page']}.html")
+        page = session.page
+        page.wait_for_function("() => typeof core !== 'undefined' && core.cover_div !== null")
+        page.evaluate(START, [task.seed, STYLE])
+        page.wait_for_function("() => WOB_TASK_READY")
+        return page.evaluate(UTTERANCE)
+
+    def done(self, session) -> bool:
+        """Whether the page itself has ended the episode. A page that has navigated away has no say any more: False."""
+        return bool(session.page.evaluate("() => typeof WOB_DONE_GLOBAL !== 'undefined' && WOB_DONE_GLOBAL"))
+
+    def judge(self, task: Task, session, answer: str) -> Verdict:
+        """The page's own reward as 0 or 1; the answer plays no part."""
+        state = session.page.evaluate("() => typeof WOB_DONE_GLOBAL === 'undefined' ? null : "
+                                      "[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL, WOB_REWARD_REASON]")
+        if state is None:
+            return Verdict(0.0, "the agent left the page")
+        done, raw, reason = state
+        if not done:
+            return Verdict(0.0, "the page did not end the episode")
+        return Verdict(float(raw > 0), f"raw reward {raw:g}" + (f": {reason}" if reason else ""))
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def make(cfg) -> MiniWob:
+    """The environment of a stage's config (fields tasks, instances and scale of rollout.RolloutConfig)."""
+    return MiniWob(cfg.tasks, cfg.instances, cfg.scale)
+
+
+class _QuietFiles(http.server.SimpleHTTPRequestHandler):
+    """Static files with the charset that the pages forget to name, and without a line on stderr per request."""
+
+    protocol_version = "HTTP/1.1"
+    extensions_map = http.server.SimpleHTTPRequestHandler.extensions_map | {
+        ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
+
+    def log_message(self, format, *args):
+        pass
+
+
+@functools.cache
+def html_root() -> Path:
+    """The folder with the package's HTML, found without importing the package (which would pull in selenium)."""
+    spec = importlib.util.find_spec("miniwob")
+    root = Path(spec.submodule_search_locations[0]) / "html" if spec and spec.submodule_search_locations else None
+    if root is None or not (root / "core" / "core.js").is_file():
+        raise UserError("the MiniWoB++ pages are not installed; run: pip install --no-deps miniwob")
+    return root
+
+
+def check_page(page: str, root: Path) -> None:
+    """UserError unless the package has the page; it lists the names that are close."""
+    names = sorted(p.stem for p in (root / "miniwob").glob("*.html"))
+    if page not in names:
+        close = difflib.get_close_matches(page, names, n=4, cutoff=0.4)
+        raise UserError(f"no MiniWoB++ page {page!r}; " + (f"close names: {', '.join(close)}" if close else
+                                                           f"the names are those of the files in {root / 'miniwob'}"))

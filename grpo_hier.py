@@ -1,0 +1,395 @@
+"""Stage 3: joint hierarchical multi-agent GRPO of a decomposer and an actor (sections 3.4, 4.3, appendix B).
+
+    python grpo_hier.py --preset demo                                    # CPU, tiny model, MiniWoB++: about 8 minutes
+    python grpo_hier.py --actor SFT_A --decomposer SFT_D --sites sites.json                    # one 80 GB GPU
+    torchrun --nproc_per_node=8 grpo_hier.py --actor SFT_A --decomposer SFT_D --sites sites.json       # eight
+    table 2:  --train_decomposer false  |  --use_plan false --M 7  |  --use_plan false --M 21
+
+In:  two stage-2 checkpoints, an environment's training tasks.
+Out: RUN/checkpoints/N/{actor,decomposer} (LoRA adapters, PEFT format, with optimizers), RUN/log.jsonl (one object per
+     rollout batch; the README's glossary defines every key), RUN/episodes.jsonl + shots/ (fields: rollout.py).
+A run killed at any moment goes on from its last rollout batch and ends with the same bytes.
+
+What differs from the equations as printed, and what the paper leaves open (all settings, README: PAPER-GAPs):
+1 lengths: `--norm drgrpo` divides by constants (Eqs. 7', 10'), `--norm printed` by T and |a|, |d|; 2 std off, unbiased
+when on; 4 log π_old is pass 1's own log-prob; 5 a pass covers the whole batch and makes one step per role;
+6 world x tasks_per_rank tasks per batch; 7 failed infrastructure leaves baseline and loss, divisors stay as planned;
+16 AdamW, gradient clip per role. The KL of β > 0 is the k3 estimate against the adapter switched off.
+"""
+
+import dataclasses
+import math
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from policy import Policy, Sample
+from prompts import load_prompts
+from rollout import EpisodeLog, Group, Pool, RolloutConfig, load_environment
+from runtime import (UserError, all_reduce_flat_, append_jsonl, atomic_directory, drop_old_checkpoints, gather_objects, launch,
+                     latest_checkpoint, open_run, process_group, rewrite_jsonl)
+
+# B tasks of a rollout batch, K plans per task, M episodes per plan, N samples, T tokens of a padded response.
+# D and A are the roles, never dimensions. A sample is one response: a plan d_i, or one action a_ijk.
+
+
+@dataclass(frozen=True)
+class Config(RolloutConfig):
+    run: str = "runs/grpo"               # run directory; the same one again goes on where it stopped
+    actor: str = ""                      # stage-2 checkpoint directory of the actor (frozen base)
+    decomposer: str = ""                 # stage-2 checkpoint directory of the decomposer (frozen base)
+    prompts: str = ""                    # JSON file that replaces texts of prompts.py
+    K: int = 3                           # plans per task, sec. 4.3
+    M: int = 7                           # episodes per plan, sec. 4.3
+    use_plan: bool = True                # false: no decomposer, plain multi-turn GRPO (table 2); K counts as 1
+    train_decomposer: bool = True        # false: the decomposer stays as SFT left it (table 2)
+    norm: str = "drgrpo"                 # drgrpo: Eqs. 7', 10'; printed: Eqs. 7, 10 (PAPER-GAP 1)
+    std: bool = False                    # divide advantages by the group's std (PAPER-GAP 2)
+    std_eps: float = 1e-4                # δ of Eqs. 5 and 9
+    eps: float = 0.2                     # ε, clip, sec. 4.3
+    beta: float = 0.0                    # β, weight of the KL to the SFT policy, sec. 4.3
+    passes: int = 2                      # optimisation steps per rollout batch, sec. 4.3
+    epochs: int = 1                      # passes over the training tasks, sec. 4.3
+    tasks_per_rank: int = 1              # tasks of a rollout batch on each rank (PAPER-GAP 6)
+    micro_batch: int = 8                 # samples per forward and backward: memory only, never the objective
+    lr: float = 1e-5                     # sec. 4.3
+    lora_r: int = 32                     # r, sec. 4.3
+    lora_alpha: int = 64                 # α, sec. 4.3
+    adam_eps: float = 1e-12              # small, as the constants C make gradients tiny (PAPER-GAP 16)
+    max_norm: float = 1.0                # gradient clip, per role
+    dtype: str = "bfloat16"              # of the frozen base; adapters are float32
+    checkpointing: bool = True           # recompute activations in the backward pass
+    max_infra: float = 0.3               # stop when a larger share of a batch's episodes fails for reasons of infrastructure
+    keep: int = 2                        # checkpoints kept
+    seed: int = 0
+
+
+# ------------------------------------------------------------------------------------------------------------- equations
+def advantage_A(R_BKM, valid_BKM, std=False, std_eps=1e-4):
+    """Eq. 5: A^A_ij = R_ij - mean_m R_im   [printed: / (std_m R_im + δ)]
+
+    PAPER-GAP 7: mean and std over the valid episodes of plan i; 0 for invalid ones and where fewer than 2 are valid.
+    """
+    assert R_BKM.shape == valid_BKM.shape and R_BKM.dim() == 3
+    return _centre(R_BKM, valid_BKM, std, std_eps)
+
+
+def ratio(logp_NT, logp_old_NT):
+    """Eq. 6: r_u = π(u) / π_old(u), at the very context the token was sampled in."""
+    assert logp_NT.shape == logp_old_NT.shape
+    return (logp_NT - logp_old_NT).exp()
+
+
+def clipped(r_NT, adv_N, eps):
+    """ℓ(r, A) = min(r·A, clip(r, 1-ε, 1+ε)·A) of Eqs. 7 and 10."""
+    assert r_NT.dim() == 2 and adv_N.shape == r_NT.shape[:1]
+    return torch.minimum(r_NT * adv_N[:, None], r_NT.clamp(1 - eps, 1 + eps) * adv_N[:, None])
+
+
+def kl(logp_NT, logp_ref_NT):
+    """D_KL of Eqs. 7 and 10, per token. PAPER-GAP (KL estimate): k3, π_ref/π - log(π_ref/π) - 1, non-negative."""
+    d_NT = logp_ref_NT - logp_NT
+    return d_NT.exp() - d_NT - 1
+
+
+def loss_A(term_NT, mask_NT, B, K, M, C_A):
+    """Eq. 7': L_A = -1/(K·M·C_A) Σ_ij Σ_k Σ_u term, mean over B tasks; PAPER-GAP 1: C_A = max_steps · max_tokens_A."""
+    assert term_NT.shape == mask_NT.shape
+    return -(term_NT * mask_NT).sum() / (B * K * M * C_A)
+
+
+def loss_A_printed(term_NT, mask_NT, T_N, B, K, M):
+    """Eq. 7: L_A = -1/(KM) Σ_ij 1/T_ij Σ_k 1/|a_ijk| Σ_u term, mean over B tasks; T_N is T_ij of each action's episode."""
+    assert term_NT.shape == mask_NT.shape and T_N.shape == term_NT.shape[:1]
+    return -((term_NT * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1) / T_N).sum() / (B * K * M)
+
+
+def plan_return(R_BKM, valid_BKM):
+    """Eq. 8: S_i = mean_j R_ij -> S_BK, and which of them exist. PAPER-GAP 7: over the valid episodes, needs at least one."""
+    n_BK = valid_BKM.sum(-1)
+    return torch.where(valid_BKM, R_BKM, 0).sum(-1) / n_BK.clamp(min=1), n_BK > 0
+
+
+def advantage_D(S_BK, valid_BK, std=False, std_eps=1e-4):
+    """Eq. 9: A^D_i = S_i - mean_i' S_i'   [printed: / (std_i' S_i' + δ)]; PAPER-GAP 7 as in Eq. 5."""
+    assert S_BK.shape == valid_BK.shape and S_BK.dim() == 2
+    return _centre(S_BK, valid_BK, std, std_eps)
+
+
+def loss_D(term_NT, mask_NT, B, K, C_D):
+    """Eq. 10': L_D = -1/(K·C_D) Σ_i Σ_u term, mean over B tasks; PAPER-GAP 1: C_D = max_tokens_D."""
+    assert term_NT.shape == mask_NT.shape
+    return -(term_NT * mask_NT).sum() / (B * K * C_D)
+
+
+def loss_D_printed(term_NT, mask_NT, B, K):
+    """Eq. 10: L_D = -1/K Σ_i 1/|d_i| Σ_u term, mean over B tasks."""
+    assert term_NT.shape == mask_NT.shape
+    return -((term_NT * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1)).sum() / (B * K)
+
+
+def loss_joint(L_A, L_D):
+    """Eq. 11: L = L_A + L_D. The parameters are disjoint, so `update` takes the two gradients one after the other."""
+    return L_A + L_D
+
+
+def _centre(x, valid, std, std_eps):
+    """x minus its mean over the valid entries of the last dimension; exactly 0 where they are all equal, fewer than 2,
+    or invalid. With `std` also divided by the unbiased standard deviation plus δ."""
+    n = valid.sum(-1, keepdim=True)
+    mean = torch.where(valid, x, 0).sum(-1, keepdim=True) / n.clamp(min=1)
+    d = torch.where(valid, x - mean, 0)
+    if std:
+        d = d / ((d.square().sum(-1, keepdim=True) / (n - 1).clamp(min=1)).sqrt() + std_eps)
+    spread = torch.where(valid, x, -torch.inf).amax(-1, keepdim=True) > torch.where(valid, x, torch.inf).amin(-1, keepdim=True)
+    return torch.where(spread & valid, d, 0)
+
+
+# --------------------------------------------------------------------------------------------------- groups -> training set
+@dataclass
+class Batch:
+    """What one role learns from a rollout batch: samples, the advantage of each, T_ij of its episode (1 for a plan)."""
+    samples: list[Sample]
+    adv: list[float]
+    T: list[int]
+
+
+def credit(groups: list[Group], cfg: Config):
+    """Rewards and both advantages of a rollout batch's groups: R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK (float64)."""
+    R = [math.nan if e.reward is None else e.reward for g in groups for row in g.episodes for e in row]
+    R_BKM = torch.tensor(R, dtype=torch.float64).reshape(len(groups), cfg.K if cfg.use_plan else 1, cfg.M)
+    valid_BKM = ~R_BKM.isnan()
+    S_BK, valid_BK = plan_return(R_BKM, valid_BKM)
+    adv_A_BKM = advantage_A(R_BKM, valid_BKM, cfg.std, cfg.std_eps)
+    return R_BKM, valid_BKM, S_BK, adv_A_BKM, advantage_D(S_BK, valid_BK, cfg.std, cfg.std_eps)
+
+
+def batches(groups: list[Group], adv_A_BKM, adv_D_BK) -> dict[str, Batch]:
+    """The two roles' training sets, in an order that does not depend on when an episode finished."""
+    A, D = Batch([], [], []), Batch([], [], [])
+    for g, group in enumerate(groups):
+        for plan, row in zip(group.plans, group.episodes, strict=True):
+            if plan.sample is not None:
+                D.samples.append(plan.sample), D.adv.append(float(adv_D_BK[g, plan.k])), D.T.append(1)
+            for episode in row:
+                for step in episode.steps if episode.reward is not None else ():
+                    A.samples.append(step.sample), A.T.append(len(episode.steps))
+                    A.adv.append(float(adv_A_BKM[g, plan.k, episode.m]))
+    return {"actor": A, "decomposer": D}
+
+
+# ------------------------------------------------------------------------------------------------------------- the update
+def pad(rows: list[torch.Tensor]):
+    """Ragged per-token tensors -> (N, T) right-padded with 0, and the mask of real tokens."""
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(r.detach()) for r in rows], batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), mask
+
+
+def role_loss(role: str, term_NT, mask_NT, T_N, B: int, cfg: Config):
+    """One micro-batch's share of L_A or L_D: the shares of all micro-batches and ranks add up to the whole."""
+    K = cfg.K if cfg.use_plan else 1
+    if role == "actor":
+        if cfg.norm == "printed":
+            return loss_A_printed(term_NT, mask_NT, T_N, B, K, cfg.M)
+        return loss_A(term_NT, mask_NT, B, K, cfg.M, cfg.max_steps * cfg.max_tokens_A)
+    if cfg.norm == "printed":
+        return loss_D_printed(term_NT, mask_NT, B, K)
+    return loss_D(term_NT, mask_NT, B, K, cfg.max_tokens_D)
+
+
+def update(policy: Policy, optimizer, batch: Batch, B: int, cfg: Config, world) -> dict:
+    """`passes` optimizer steps of one role on one rollout batch of B tasks (all ranks together); returns statistics.
+
+    Samples of advantage 0 have gradient 0 (without a KL term) and are not run through the model at all.
+    """
+    T = cfg.temperature_A if policy.role == "actor" else cfg.temperature_D
+    order = [i for i, a in enumerate(batch.adv) if a != 0 or cfg.beta > 0]
+    order.sort(key=lambda i: len(batch.samples[i].prompt_ids) + len(batch.samples[i].response_ids))
+    micro = [order[i:i + cfg.micro_batch] for i in range(0, len(order), cfg.micro_batch)]
+    logp_old, logp_ref = {}, {}
+    for step in range(cfg.passes):
+        for p in policy.parameters().values():
+            p.grad = torch.zeros_like(p)
+        # loss, tokens, clipped tokens, sum of KL; the largest |log r| cannot be summed
+        sums, furthest = torch.zeros(4, dtype=torch.float64), 0.0
+        for part in micro:
+            samples = [batch.samples[i] for i in part]
+            rows = policy.logp(samples, T)
+            if step == 0:                                             # PAPER-GAP 4: the weights have not moved yet
+                logp_old |= {i: row.detach() for i, row in zip(part, rows)}
+                if cfg.beta > 0:
+                    with torch.no_grad():
+                        logp_ref |= zip(part, policy.logp(samples, T, reference=True))
+            logp_NT, mask_NT = pad(rows)
+            logp_old_NT = pad([logp_old[i] for i in part])[0]
+            adv_N = torch.tensor([batch.adv[i] for i in part], dtype=torch.float32, device=logp_NT.device)
+            T_N = torch.tensor([batch.T[i] for i in part], dtype=torch.float32, device=logp_NT.device)
+            r_NT = ratio(logp_NT, logp_old_NT)
+            term_NT = clipped(r_NT, adv_N, cfg.eps)
+            if cfg.beta > 0:
+                kl_NT = kl(logp_NT, pad([logp_ref[i] for i in part])[0])
+                term_NT = term_NT - cfg.beta * kl_NT
+                sums[3] += float((kl_NT * mask_NT).sum())
+            loss = role_loss(policy.role, term_NT, mask_NT, T_N, B, cfg)
+            loss.backward()
+            # the clip is active where it takes the gradient away: r above 1+ε with A > 0, r below 1-ε with A < 0
+            active = torch.where(adv_N[:, None] > 0, r_NT > 1 + cfg.eps, r_NT < 1 - cfg.eps)
+            sums[:3] += torch.stack([loss.detach(), mask_NT.sum(), (active * mask_NT).sum()]).double().cpu()
+            furthest = max(furthest, float(((logp_NT - logp_old_NT).abs() * mask_NT).max()))
+        grad_norm = step_together_(policy, optimizer, cfg.max_norm)
+    sums = torch.tensor(gather_objects(sums.tolist(), world)).sum(0).tolist()
+    tokens = max(sums[1], 1)
+    return {"loss": sums[0], "clip": sums[2] / tokens, "kl": sums[3] / tokens, "grad": grad_norm,
+            "ratio_max": math.exp(max(gather_objects(furthest, world))), "trained": len(order)}
+
+
+def step_together_(policy: Policy, optimizer, max_norm: float) -> float:
+    """Sum the gradients of all ranks in one all_reduce, clip, step; returns the norm before the clip."""
+    parameters = list(policy.parameters().values())
+    all_reduce_flat_([p.grad for p in parameters])
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    optimizer.step()
+    return float(norm)
+
+
+# ------------------------------------------------------------------------------------------------------------ bookkeeping
+def schedule(tasks: list, cfg: Config, world_size: int) -> list[list]:
+    """The rollout batches of the whole run, each a list of tasks; every epoch is shuffled from (seed, epoch)."""
+    size, out = world_size * cfg.tasks_per_rank, []
+    for epoch in range(cfg.epochs):
+        order = random.Random(f"{cfg.seed} {epoch}").sample(tasks, len(tasks))
+        out += [[dataclasses.replace(t) for t in order[i:i + size]] for i in range(0, len(order), size)]
+    return out
+
+
+def save_checkpoint(directory: Path, done: int, policies: dict, optimizers: dict, keep: int) -> None:
+    """Everything a resumed run needs after `done` rollout batches, in directory/NNNNNN, complete or not there at all."""
+    with atomic_directory(directory / f"{done:06d}") as tmp:
+        for role, policy in policies.items():
+            policy.save(tmp / role)
+            if role in optimizers:
+                torch.save(optimizers[role].state_dict(), tmp / role / "optimizer.pt")
+        torch.save(torch.get_rng_state(), tmp / "rng.pt")
+    drop_old_checkpoints(directory, keep)
+
+
+def load_checkpoint(directory: Path, policies: dict, optimizers: dict) -> int:
+    """Restore the newest checkpoint, if there is one; returns the number of finished rollout batches."""
+    newest = latest_checkpoint(directory)
+    if newest is None:
+        return 0
+    for role, policy in policies.items():
+        policy.load(newest / role)
+        if role in optimizers:
+            optimizers[role].load_state_dict(torch.load(newest / role / "optimizer.pt", weights_only=True))
+    torch.set_rng_state(torch.load(newest / "rng.pt", weights_only=True))
+    return int(newest.name)
+
+
+def statistics(groups: list[Group], cfg: Config) -> dict:
+    """Sums over this rank's groups, from which `main` makes the logged means."""
+    R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK = credit(groups, cfg)
+    episodes = [e for g in groups for row in g.episodes for e in row]
+    plans = [p for g in groups for p in g.plans if p.sample is not None]
+    actions = [s.sample for e in episodes for s in e.steps]
+    lengths = lambda samples: sum(len(s.response_ids) for s in samples)
+    return {"episodes": len(episodes), "valid": int(valid_BKM.sum()), "reward": float(R_BKM.nansum()),
+            "steps": len(actions), "tokens_A": lengths(actions), "plans": len(plans), "tasks": len(groups),
+            "tokens_D": lengths([p.sample for p in plans]), "malformed": sum(p.malformed for p in plans),
+            "cut": sum(s.truncated for s in actions), "S_std": float(S_BK.std(-1, correction=0).sum()),
+            "zero_A": int((adv_A_BKM == 0).all(-1).sum()), "groups_A": adv_A_BKM.shape[0] * adv_A_BKM.shape[1],
+            "zero_D": int((adv_D_BK == 0).all(-1).sum()), "unparsable": sum(e.status == "unparsable" for e in episodes)}
+
+
+def total(rows: list[dict]) -> dict:
+    """Key by key, the sum over all ranks."""
+    return {k: sum(row[k] for row in rows) for k in rows[0]}
+
+
+def log_line(s: dict, updates: dict) -> dict:
+    """Sums over all ranks -> the logged object (README: metric glossary)."""
+    line = {"reward_mean": s["reward"] / max(1, s["valid"]), "S_std": s["S_std"] / s["tasks"], "episodes": s["episodes"],
+            "infra_rate": 1 - s["valid"] / s["episodes"], "unparsable_rate": s["unparsable"] / s["episodes"],
+            "zero_adv_A": s["zero_A"] / s["groups_A"], "zero_adv_D": s["zero_D"] / s["tasks"],
+            "steps_mean": s["steps"] / s["episodes"], "len_A": s["tokens_A"] / max(1, s["steps"]),
+            "len_D": s["tokens_D"] / max(1, s["plans"]), "malformed_rate": s["malformed"] / max(1, s["plans"]),
+            "truncated_A": s["cut"] / max(1, s["steps"])}
+    for role, u in updates.items():
+        line |= {f"{k}_{'A' if role == 'actor' else 'D'}": v for k, v in u.items()}
+    return line | {"loss": loss_joint(line.get("loss_A", 0.0), line.get("loss_D", 0.0))}
+
+
+# ------------------------------------------------------------------------------------------------------------------- main
+def main(cfg: Config) -> None:
+    with process_group() as world:
+        run = open_run(cfg.run, cfg, world, free=("threads", "micro_batch", "keep", "max_batch"))
+        train(cfg, world, run)
+
+
+def train(cfg: Config, world, run: Path) -> None:
+    roles = ("actor", "decomposer") if cfg.use_plan else ("actor",)
+    trained = [r for r in roles if r == "actor" or cfg.train_decomposer]
+    K = cfg.K if cfg.use_plan else 1
+
+    # 1 · two policies on two frozen bases, each with its own adapter and optimizer
+    policies = {}
+    for i, role in enumerate(roles):
+        if not getattr(cfg, role):
+            raise UserError(f"--{role} is missing: give the directory of the {role}'s stage-2 checkpoint")
+        policies[role] = Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=world.device, dtype=cfg.dtype,
+                                seed=cfg.seed + i, checkpointing=cfg.checkpointing)
+    optimizers = {r: torch.optim.AdamW(policies[r].parameters().values(), lr=cfg.lr, betas=(0.9, 0.999), eps=cfg.adam_eps,
+                                       weight_decay=0.0) for r in trained}
+    models = {role: policy.sample for role, policy in policies.items()}
+
+    # 2 · where a killed run stopped: nothing is lost, nothing is there twice
+    done = load_checkpoint(run / "checkpoints", policies, optimizers)
+    if world.main:
+        for name in ("log.jsonl", "episodes.jsonl"):
+            rewrite_jsonl(run / name, lambda line: line["batch"] < done)
+    env = load_environment(cfg)
+    plan_of_batches = schedule(env.tasks(cfg.split), cfg, world.size)
+    gather_objects(done, world)                                       # all ranks see the same files before anybody writes
+    episode_log = EpisodeLog(run)
+
+    with Pool(env, load_prompts(cfg.prompts), cfg) as pool:
+        for batch in range(done, len(plan_of_batches)):
+            tasks = plan_of_batches[batch]
+            mine = tasks[world.rank::world.size]
+            B = len(tasks)
+
+            # 3 · K plans per task, M episodes per plan (Eqs. 1, 2), terminal rewards
+            start = time.monotonic()
+            groups = pool.run(mine, K, cfg.M, (cfg.seed, batch), models, cfg.use_plan)
+            seconds_rollout = time.monotonic() - start
+
+            # 4 · credit: within a plan for the actor (Eq. 5), across plans for the decomposer (Eqs. 8, 9)
+            R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK = credit(groups, cfg)
+            s = total(gather_objects(statistics(groups, cfg), world))
+            episode_log.append(groups, batch, lambda g, k, m: {"S_i": float(S_BK[g, k]), "adv_A": float(adv_A_BKM[g, k, m]),
+                                                               "adv_D": float(adv_D_BK[g, k])})
+            if 1 - s["valid"] / s["episodes"] > cfg.max_infra:
+                raise UserError(f"batch {batch}: {s['episodes'] - s['valid']} of {s['episodes']} episodes failed for reasons of "
+                                f"infrastructure (--max_infra {cfg.max_infra}); see {run}/episodes.jsonl, then start again")
+
+            # 5 · one update per role from the one batch (Eqs. 6, 7, 10, 11)
+            start = time.monotonic()
+            data = batches(groups, adv_A_BKM, adv_D_BK)
+            updates = {r: update(policies[r], optimizers[r], data[r], B, cfg, world) for r in trained}
+
+            # 6 · log and checkpoint; a kill between the two is undone by step 2
+            line = {"batch": batch, "of": len(plan_of_batches)} | log_line(s, updates) | {
+                "seconds_rollout": round(seconds_rollout, 2), "seconds_update": round(time.monotonic() - start, 2)}
+            gather_objects(None, world)                               # every rank's episodes are written
+            if world.main:
+                append_jsonl(run / "log.jsonl", [line])
+                save_checkpoint(run / "checkpoints", batch + 1, policies, optimizers, cfg.keep)
+                print(" ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items()), flush=True)
+    env.close()
+
+
+if __name__ == "__main__":
+    launch(main)

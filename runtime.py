@@ -1,0 +1,278 @@
+"""What every stage needs around its mathematics: command line, process group, run directory, logs, atomic files.
+
+A stage ends with `launch(main)`: the dataclass that annotates `main`'s argument becomes the command line.
+A preset is a TOML file of values by stage, `--preset demo` reads `demo/demo.toml`; explicit flags win over it.
+"""
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import fcntl
+import inspect
+import json
+import os
+import shutil
+import sys
+import tomllib
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent
+
+
+class UserError(Exception):
+    """Something the user can mend: printed as one line that names the thing and the remedy; exit code 2."""
+
+
+# ---------------------------------------------------------------------------------------------------------- command line
+def launch(main, *commands) -> NoReturn:
+    """Run a stage: `main`, or one of `commands` when the first word names it. Never returns."""
+    by_name = {f.__name__: f for f in commands}
+    argv = sys.argv[1:]
+    function = by_name[argv.pop(0)] if argv and argv[0] in by_name else main
+    program = Path(sys.argv[0]).name + ("" if function is main else f" {function.__name__}")
+    stage = Path(inspect.getfile(function)).stem
+    try:
+        function(parse_args(config_class(function), argv, program, stage, sorted(by_name) if function is main else ()))
+    except UserError as e:
+        print(f"{program}: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; the same command goes on from where it stopped", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(0)
+
+
+def config_class(function):
+    """The dataclass that annotates the first argument of `function`."""
+    return next(iter(inspect.signature(function).parameters.values())).annotation
+
+
+def parse_args(Config, argv=None, program=None, stage=None, commands=()):
+    """Command line -> Config. Types come from the defaults, help from the trailing comments; unknown flags are errors.
+
+    Precedence: field default < presets in the order given < flags. A string value may name other fields
+    (`runs/sft_{role}`). Raises UserError for a preset that does not exist or names an unknown field.
+    """
+    parser = argparse.ArgumentParser(program, description=(sys.modules[Config.__module__].__doc__ or "").strip(),
+                                     formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     epilog=f"subcommands: {', '.join(commands)}" if commands else None)
+    parser.add_argument("--preset", action="append", default=[], metavar="NAME|FILE",
+                        help="values from demo/NAME.toml or a TOML file; may be repeated, later ones win")
+    comments = field_comments(Config)
+    for f in dataclasses.fields(Config):
+        required = f.default is dataclasses.MISSING
+        shown = "required" if required else f"default {f.default!r}"
+        parser.add_argument(f"--{f.name}", type=_boolean if f.type is bool else f.type, metavar=f.type.__name__.upper(),
+                            help=f"{comments.get(f.name, '')} ({shown})".strip().replace("%", "%%"))
+    args = vars(parser.parse_args(argv))
+    values = {}
+    for preset in args.pop("preset"):
+        values |= read_preset(preset, stage or Path(inspect.getfile(Config)).stem)
+    values |= {k: v for k, v in args.items() if v is not None}
+    known = {f.name for f in dataclasses.fields(Config)}
+    if unknown := sorted(set(values) - known):
+        raise UserError(f"the preset sets {', '.join(unknown)}, which {Config.__name__} does not have")
+    missing = [f.name for f in dataclasses.fields(Config) if f.default is dataclasses.MISSING and f.name not in values]
+    if missing:
+        parser.error("required: " + ", ".join(f"--{name}" for name in missing))
+    cfg = Config(**values)
+    return dataclasses.replace(cfg, **{k: v.format_map(vars(cfg)) for k, v in vars(cfg).items()
+                                       if isinstance(v, str) and "{" in v})
+
+
+def read_preset(name: str, stage: str) -> dict:
+    """The table `[stage]` of a preset file."""
+    path = Path(name) if name.endswith(".toml") else ROOT / "demo" / f"{name}.toml"
+    if not path.is_file():
+        raise UserError(f"preset {name}: no file {path}; name a TOML file or one of "
+                        f"{', '.join(sorted(p.stem for p in (ROOT / 'demo').glob('*.toml')))}")
+    return tomllib.loads(path.read_text()).get(stage, {})
+
+
+def field_comments(Config) -> dict[str, str]:
+    """Trailing comment of every field, read from the source: what `--help` shows is what the code says."""
+    lines = inspect.getsource(Config).splitlines()
+    body = ast.parse(inspect.cleandoc("\n".join(lines))).body[0].body
+    return {node.target.id: lines[node.end_lineno - 1].partition("#")[2].strip()
+            for node in body if isinstance(node, ast.AnnAssign)}
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
+# --------------------------------------------------------------------------------------------------------- process group
+@dataclass(frozen=True)
+class World:
+    """This process among all of them; `device` is a torch device string."""
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+
+@contextlib.contextmanager
+def process_group():
+    """torchrun's environment -> World, with an initialised process group; without torchrun a world of one."""
+    import torch
+    import torch.distributed as dist
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(local)
+    device = f"cuda:{local}" if cuda else "cpu"
+    if "RANK" not in os.environ:
+        yield World(device=device)
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()
+
+
+def all_reduce_flat_(tensors: list) -> None:
+    """Sum a list of same-dtype tensors over all ranks in place, in one collective (lessons.md E19: exact with uneven work)."""
+    import torch
+    import torch.distributed as dist
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not tensors:
+        return
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    dist.all_reduce(flat)
+    for t, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+        t.copy_(part.view_as(t))
+
+
+def gather_objects(obj, world: World) -> list:
+    """Every rank's `obj`, in rank order, on every rank."""
+    import torch.distributed as dist
+    if world.size == 1:
+        return [obj]
+    out = [None] * world.size
+    dist.all_gather_object(out, obj)
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------- run directory
+def open_run(directory: str, cfg, world: World = World(), free: tuple = ()) -> Path:
+    """Create or re-enter a run directory. Its config.json must agree with `cfg` except in the fields named in `free`.
+
+    Raises UserError naming the fields that differ: a run is one experiment, and resuming it with other settings is not.
+    """
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    mine = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in free}
+    file = path / "config.json"
+    if file.exists():
+        theirs = {k: v for k, v in json.loads(file.read_text()).items() if k not in free}
+        differ = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+        if differ:
+            raise UserError(f"{path} is a run with other settings ({', '.join(differ)}); choose another directory, or "
+                            f"remove it to start again")
+    elif world.main:
+        write_atomic(file, json.dumps(dataclasses.asdict(cfg), indent=1) + "\n")
+    return path
+
+
+@contextlib.contextmanager
+def only_process(path: Path):
+    """Hold a lock beside `path`, so that two processes never write one file. Raises UserError when it is taken."""
+    with open(f"{path}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{path} is being written by another process; wait for it or give another output") from None
+        yield
+
+
+# ------------------------------------------------------------------------------------------------------------------ files
+def write_atomic(path, data: str | bytes) -> None:
+    """Write to a temporary name, flush to disk, rename: a reader sees the old file or the new one, never half of one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb") as f:
+        f.write(data.encode() if isinstance(data, str) else data)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+def append_jsonl(path, objects: list[dict]) -> None:
+    """Append whole lines in one write, so that a kill or a second rank cannot leave a half line in the middle."""
+    data = "".join(json.dumps(o, ensure_ascii=False) + "\n" for o in objects).encode()
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(fd, data)
+    finally:
+        os.close(fd)
+
+
+def read_jsonl(path) -> list[dict]:
+    """All complete lines of a JSONL file ([] where there is none). A last line cut by a kill is left out; any other
+    broken line raises UserError with its number."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    *lines, tail = path.read_bytes().split(b"\n")
+    out = []
+    for i, line in enumerate(lines, 1):
+        try:
+            out.append(json.loads(line))
+        except ValueError as e:
+            raise UserError(f"{path}:{i}: not a JSON line ({e}); remove or repair that line") from None
+    return out
+
+
+def rewrite_jsonl(path, keep) -> list[dict]:
+    """Keep the lines for which `keep(object)` holds, drop the rest and a half-written tail; returns what was kept."""
+    if not Path(path).exists():
+        return []
+    kept = [o for o in read_jsonl(path) if keep(o)]
+    write_atomic(path, "".join(json.dumps(o, ensure_ascii=False) + "\n" for o in kept))
+    return kept
+
+
+@contextlib.contextmanager
+def atomic_directory(path: Path, world: World = World()):
+    """Yield a temporary directory, the same on every rank of `world`, that becomes `path` when the block ends well."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    if world.main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    gather_objects(None, world)
+    yield temporary
+    gather_objects(None, world)
+    if world.main:
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(temporary, path)
+    gather_objects(None, world)
+
+
+def latest_checkpoint(directory: Path) -> Path | None:
+    """The newest complete checkpoint: a numbered directory (an unfinished one has another name)."""
+    found = sorted((p for p in Path(directory).glob("*") if p.name.isdigit()), key=lambda p: int(p.name))
+    return found[-1] if found else None
+
+
+def drop_old_checkpoints(directory: Path, keep: int) -> None:
+    """Delete all numbered directories but the newest `keep`."""
+    found = sorted((p for p in Path(directory).glob("*") if p.name.isdigit()), key=lambda p: int(p.name))
+    for p in found[:-keep]:
+        shutil.rmtree(p)
+
+
+def describe(error: BaseException) -> str:
+    """A traceback as text, for artefacts."""
+    return "".join(traceback.format_exception(error)).strip()
