@@ -1,16 +1,17 @@
-"""Stage 5: tables, figures, statistics and the episode viewer, from result files only (paper 4.6, tables 1-3, figure 2).
+"""Stage 5: tables, figures, statistics, episode viewer, from result files only (paper 4.6, tables 1-3).
 
-    python analysis.py curve|curves --runs runs/demo                   learning curve | everything in log.jsonl (PNG)
-    python analysis.py compare --a runs/sft --b runs/rl                paired difference B - A (JSON)
-    python analysis.py table1|table2 --runs joint=runs/rl,sft=runs/sft Markdown and LaTeX, the paper's rows beside
+    python analysis.py curve|curves --runs runs/demo          learning curve | everything logged (PNG)
+    python analysis.py compare --a runs/sft --b runs/rl       paired difference B - A (JSON)
+    python analysis.py table1|table2 --runs joint=runs/rl,sft=runs/sft    beside the paper's rows
     python analysis.py table3 --runs runs/demo/decompositions.jsonl
-    python analysis.py subgoals --runs joint=runs/rl,sft=runs/sft --base_url URL --model NAME     judge; figure 2
-    python analysis.py failures|diagnostics --runs runs/demo           how episodes fail | what the hierarchy does (JSON)
-    python analysis.py view --runs runs/sft,runs/rl --out page.html    look at every episode, no network needed
+    python analysis.py subgoals --runs joint=runs/rl,sft=runs/sft --base_url URL --model NAME   figure 2
+    python analysis.py failures|diagnostics --runs runs/demo  how episodes fail | what the hierarchy does
+    python analysis.py view --runs runs/sft,runs/rl --out page.html      look at every episode
 
-Each takes seconds on one CPU; `subgoals` also asks the judge once per episode and keeps the answers (subgoals.jsonl).
-`--runs` takes NAME=DIR,NAME=DIR or DIR,DIR; a directory holds episodes.jsonl (see rollout.py). A task instance is
-(task, instance). An episode with reward null has no verdict: it is counted, and enters no mean.
+Each takes seconds on one CPU; `subgoals` also asks a judge once per episode and keeps the answers in the
+run's subgoals.jsonl, one line each: results.KEY, `done` (a bool per subtask), `judge`, `prompt` (digest).
+A run is a directory with episodes.jsonl; the statistics, and what counts as a score, are in results.py.
+Tables are written as Markdown and LaTeX, figures as PNG (figure 2 as SVG too), the rest as one JSON object.
 """
 
 import base64
@@ -20,14 +21,12 @@ import io
 import json
 import math
 import os
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from scipy import stats
 from tqdm import tqdm
 
 import actions
@@ -35,7 +34,7 @@ import llm
 import prompts
 import results
 import runtime
-from results import compare_systems, counts, key_of, mean_and_se, read_episodes, scores_by_task
+from results import Resampling, compare_systems, counts, key_of, mean_and_se, read_episodes, scores_by_task
 from runtime import UserError
 
 
@@ -44,29 +43,34 @@ class Config:
     runs: str = ""  # result directories, NAME=DIR,NAME=DIR or DIR,DIR
     a: str = ""  # compare, demo: directory of system A, the one to beat
     b: str = ""  # compare, demo: directory of system B
-    out: str = ""  # file to write (tables and figures: without its ending); empty: beside the first run's files
+    out: str = ""  # file to write; empty: beside the first run's files
     started: float = 0.0  # demo: seconds since the epoch when it began
-    window: int = 9  # curve(s): rollout batches in the moving average
+    window: int = 9  # curve, curves: rollout batches in the moving average
     resamples: int = 10000  # draws of the cluster bootstrap and of the permutation test
     alpha: float = 0.05  # 1 - confidence level of every interval
     seed: int = 0  # of the resampling
     profile: str = ""  # score by `rewards[profile]` of each episode instead of `reward`
-    bins: int = 5  # subgoals: groups of the completed fraction, figure 2b
-    near: int = 12  # failures: calls closer than this many pixels are the same
-    base_url: str = ""  # subgoals: OpenAI-compatible judge; empty: only judgements that are already there
-    model: str = ""  # subgoals: the judge's name, GPT-5.2-Codex in the paper, sec. 4.6
+    bins: int = 5  # subgoals: groups of the completed share, figure 2b
+    near: int = 12  # failures: clicks closer than this many pixels are the same
+    base_url: str = ""  # subgoals: OpenAI-compatible server of the judge
+    model: str = ""  # subgoals: the judge (GPT-5.2-Codex in sec. 4.6); empty: only answers already kept
+    api: str = "chat"  # subgoals: chat or responses
     prompt_file: str = ""  # subgoals: JSON file with another judge text
     workers: int = 8  # subgoals: questions asked at once
     inline: bool = False  # view: put the screenshots into the page instead of referring to the files
 
+    @property
+    def how(self) -> Resampling:
+        return Resampling(self.resamples, self.alpha, self.seed)
 
-# ---------------------------------------------------------------------------------------------------------------- reading
+
+# ------------------------------------------------------------------------------------------- input and output
 def named_runs(text: str) -> dict[str, Path]:
     """`NAME=DIR,DIR` -> {name: path}; a directory without a name is called by its own."""
     pairs = [part.strip().rpartition("=")[::2] for part in text.split(",") if part.strip()]
     runs = {name.strip() or Path(path).stem: Path(path.strip()) for name, path in pairs}
     if not runs or len(runs) < len(pairs):
-        raise UserError(f"--runs {text!r}: give one or more NAME=DIR, separated by commas, with different names")
+        raise UserError(f"--runs {text!r}: give NAME=DIR, several separated by commas, no name twice")
     return runs
 
 
@@ -74,7 +78,17 @@ def beside(path: Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-# ----------------------------------------------------------------------------------------------------------------- output
+def facts(path: Path) -> dict:
+    """The run's config.json and result.json, as one object."""
+    files = [beside(path) / name for name in ("config.json", "result.json")]
+    return functools.reduce(dict.__or__, [json.loads(f.read_text()) for f in files if f.is_file()], {})
+
+
+def output(cfg: Config, stem: str) -> Path:
+    """--out, or `stem` beside the first run's files."""
+    return Path(cfg.out or beside(next(iter(named_runs(cfg.runs).values()))) / stem)
+
+
 def rounded(x):
     """Any result as JSON shows it: four digits, not-a-number as null, containers descended into."""
     if isinstance(x, dict):
@@ -84,7 +98,7 @@ def rounded(x):
     return (round(float(x), 4) if math.isfinite(x) else None) if isinstance(x, float) else x
 
 
-def show(result: dict, out: str = "") -> None:
+def show(result: dict, out="") -> None:
     """Print one JSON object on one line; write it to `out` too where given."""
     text = json.dumps(rounded(result), ensure_ascii=False)
     if out:
@@ -98,7 +112,8 @@ def figure(panels: int, columns: int = 3):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     columns, rows = min(columns, panels), -(-panels // columns)
-    fig, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.6 * rows), squeeze=False, layout="constrained")
+    size = (5.2 * columns, 3.6 * rows)
+    fig, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for i, ax in enumerate(axes.flat):
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
@@ -106,91 +121,86 @@ def figure(panels: int, columns: int = 3):
     return fig, list(axes.flat)[:panels]
 
 
-def save_figure(fig, *paths) -> None:
+def save_figure(fig, *paths: Path) -> None:
     import matplotlib.pyplot as plt
     for path in paths:
         buffer = io.BytesIO()
-        fig.savefig(buffer, format=Path(path).suffix[1:], dpi=120)
+        fig.savefig(buffer, format=path.suffix[1:], dpi=120)
         runtime.write_atomic(path, buffer.getvalue())
     plt.close(fig)
 
 
-# ----------------------------------------------------------------------------------------------------------------- curves
-PANELS = {"mean reward": "reward_mean success_rate", "spread of S_i within tasks": "S_std", "loss": "loss_A loss_D",
+# ----------------------------------------------------------------------------------------------------- curves
+PANELS = {"reward": "reward_mean success_rate", "spread of S_i within tasks": "S_std", "infra": "infra_rate",
           "groups without advantage": "zero_adv_A zero_adv_D", "clipped tokens": "clip_A clip_D",
-          "largest ratio": "ratio_max", "tokens per response": "len_A len_D", "infra episodes": "infra_rate",
-          "seconds": "seconds_rollout seconds_update", "gradient norm": "grad_A grad_D", "KL to SFT": "kl_A kl_D"}
+          "largest ratio": "ratio_max", "tokens per response": "len_A len_D", "loss": "loss_A loss_D",
+          "seconds": "seconds_rollout seconds_update", "gradient norm": "grad_A grad_D",
+          "KL to SFT": "kl_A kl_D"}
 
 
 def curve(cfg: Config) -> None:
     """Learning curve: mean reward per rollout batch, one line per run."""
-    draw_log(cfg, {"mean reward": "reward_mean"}, "curve")
+    draw_log(cfg, {"mean reward": "reward_mean"}, "curve.png")
 
 
 def curves(cfg: Config) -> None:
     """Everything the training log holds, one panel per subject."""
-    draw_log(cfg, PANELS, "curves")
+    draw_log(cfg, PANELS, "curves.png")
 
 
-def draw_log(cfg: Config, panels: dict[str, str], stem: str) -> None:
-    """Draw logged keys against the batch (every batch faintly, its moving average clearly); print both ends' means."""
-    runs = named_runs(cfg.runs)
-    logs = {name: read_log(path) for name, path in runs.items()}
-    series = {title: [(name, key) for name in logs for key in keys.split() if key in logs[name]]
+def draw_log(cfg: Config, panels: dict[str, str], name: str) -> None:
+    """Draw logged keys against the batch: every batch faintly, its moving average clearly. Prints the mean
+    reward of the first and of the last third."""
+    logs = {run: results.read_log(path) for run, path in named_runs(cfg.runs).items()}
+    series = {title: [(run, key) for run in logs for key in keys.split() if key in logs[run]]
               for title, keys in panels.items()}
     series = {title: found for title, found in series.items() if found}
     if not series:
-        raise UserError(f"the logs of {', '.join(logs)} have none of the keys to draw; are they of grpo_hier.py?")
+        raise UserError(f"the logs of {', '.join(logs)} "
+                        f"have none of the keys to draw; give runs of grpo_hier.py")
     fig, axes = figure(len(series))
     for ax, (title, found) in zip(axes, series.items()):
-        for name, key in found:
-            x, y = logs[name][key]
-            line, = ax.plot(x, moving_average(y, cfg.window), label=f"{name} {key}", linewidth=2)
+        for run, key in found:
+            x, y = logs[run][key]
+            line, = ax.plot(x, moving_average(y, cfg.window), label=f"{run} {key}", linewidth=2)
             ax.plot(x, y, color=line.get_color(), alpha=0.35, linewidth=0.8, marker=".", markersize=3)
         ax.set(title=f"{title} (mean of {cfg.window} batches)", xlabel="rollout batch")
         ax.legend(frameon=False, fontsize=8)
-    out = Path(cfg.out or beside(next(iter(runs.values()))) / stem).with_suffix(".png")
+    out = output(cfg, name)
     save_figure(fig, out)
-    rewards = {name: log["reward_mean"][1] for name, log in logs.items() if "reward_mean" in log}
-    show({"out": str(out), **{name: {"batches": len(y), "first_third": float(y[:len(y) // 3 + 1].mean()),
-                                     "last_third": float(y[-(len(y) // 3 + 1):].mean())} for name, y in rewards.items()}})
-
-
-def read_log(path: Path) -> dict[str, np.ndarray]:
-    """Training log -> {key: array (2, batches) of batch and value}; a batch run again after a kill counts as last run."""
-    file = path / "log.jsonl" if path.is_dir() else path
-    lines = {line.get("batch", n): line for n, line in enumerate(runtime.read_jsonl(file))}
-    if not lines:
-        raise UserError(f"{file}: no training log there, or an empty one; run grpo_hier.py first")
-    keys = {k for line in lines.values() for k, v in line.items() if type(v) in (int, float)}
-    return {k: np.array([(b, lines[b][k]) for b in sorted(lines) if type(lines[b].get(k)) in (int, float)], float).T
-            for k in keys}
+    rewards = {run: np.array_split(log["reward_mean"][1], 3)
+               for run, log in logs.items() if "reward_mean" in log}
+    show({"out": str(out), **{run: {"batches": sum(map(len, y)), "first_third": float(y[0].mean()),
+                                    "last_third": float(y[2].mean()) if len(y[2]) else math.nan}
+                              for run, y in rewards.items()}})
 
 
 def moving_average(y: np.ndarray, window: int) -> np.ndarray:
-    """Centred mean over `window` points, over those that exist at the two ends."""
-    ones = np.ones(min(window, 2 * len(y) - 1) | 1)
-    half = len(ones) // 2
-    total, n = (np.convolve(np.pad(v, half), ones, "valid") for v in (y, np.ones_like(y)))
+    """Centred mean over `window` points (made odd), over those that exist at the two ends."""
+    half = min(window // 2, len(y) - 1)
+    total, n = (np.convolve(np.pad(v, half), np.ones(2 * half + 1), "valid") for v in (y, np.ones_like(y)))
     return total / n
 
 
-# ------------------------------------------------------------------------------------------------------------- comparison
+# ------------------------------------------------------------------------------------------------- comparison
 def compare(cfg: Config) -> None:
     """Paired comparison of two systems, B - A, as one JSON object."""
-    show(compare_systems(read_episodes(cfg.a, cfg.profile), read_episodes(cfg.b, cfg.profile), cfg), cfg.out)
+    a, b = (read_episodes(path, cfg.profile) for path in (cfg.a, cfg.b))
+    show(compare_systems(a, b, cfg.how), cfg.out)
 
 
 def demo(cfg: Config) -> None:
-    """The demo's last line: A is the SFT system, B the one after RL."""
-    r = compare_systems(read_episodes(cfg.a), read_episodes(cfg.b), cfg)
-    show({"sft_success": r["a_success"], "rl_success": r["b_success"], "gain": r["gain"], "gain_ci95": r["gain_ci95"],
-          "n": min(r["a_n"], r["b_n"]), "minutes": round((time.time() - cfg.started) / 60, 1) if cfg.started else None})
+    """The demo's last line: A is the SFT system, B the one after RL; n is the smaller number of episodes."""
+    r = compare_systems(read_episodes(cfg.a), read_episodes(cfg.b), cfg.how)
+    minutes = round((time.time() - cfg.started) / 60, 1) if cfg.started else None
+    show({"sft_success": r["a_success"], "rl_success": r["b_success"], "gain": r["gain"],
+          "gain_ci95": r["gain_ci95"], "n": min(r["a_n"], r["b_n"]), "minutes": minutes}, cfg.out)
 
 
-# ----------------------------------------------------------------------------------------------------------------- tables
-SITES = {"gitlab": "GitLab", "map": "Map", "reddit": "Reddit", "shopping": "Shopping", "shopping_admin": "ShoppingAdmin"}
-# key | the paper's label | success per site, task-weighted average. * ScaleCUA's report, † GUI-Libra's evaluation, ‡ the authors'
+# ----------------------------------------------------------------------------------------------------- tables
+SITES = {"gitlab": "GitLab", "map": "Map", "reddit": "Reddit", "shopping": "Shopping",
+         "shopping_admin": "ShoppingAdmin"}
+# a run's name | the paper's label (* ScaleCUA's report, † GUI-Libra's evaluation, ‡ the authors') | cells
 TABLE_1 = """uitars7 | UI-TARS-1.5-7B * | – – – – – 20.8
 uitars72 | UI-TARS-72B-DPO * | – – – – – 23.4
 scalecua7 | ScaleCUA-7B SFT † | 28.3 15.4 27.6 18.8 30.7 23.9
@@ -213,6 +223,10 @@ web | Web | 24,311 2.73 1.5
 total | Total | 76,396 2.56 1.6"""
 
 
+def paper_rows(table: str) -> dict[str, tuple[str, list[str]]]:
+    return {key: (label, cells.split()) for key, label, cells in (r.split(" | ") for r in table.splitlines())}
+
+
 def table1(cfg: Config) -> None:
     """Success rates (%) per site and overall, the paper's table 1 beside ours."""
     success_table(cfg, TABLE_1, "table1")
@@ -224,212 +238,193 @@ def table2(cfg: Config) -> None:
 
 
 def success_table(cfg: Config, printed: str, stem: str, base: str = "") -> None:
-    """One row per system, beside the paper's row where a run has its key (joint, sft, flat7, ...) as name.
+    """One row per run, under the paper's row where the run has its name (joint, sft, flat7, ...).
 
     Cells are task-weighted success ± standard error clustered by task, in percent; n counts scored episodes.
     """
     runs = {name: read_episodes(path, cfg.profile) for name, path in named_runs(cfg.runs).items()}
-    sites = list(dict.fromkeys([*SITES, *sorted({str(e.get("site")) for es in runs.values() for e in es})]))
-    paper = {key: (label, cells.split()) for key, label, cells in (row.split(" | ") for row in printed.splitlines())}
+    sites = list(dict.fromkeys([*SITES, *sorted(str(e.get("site")) for es in runs.values() for e in es)]))
     head = ["Method", *(SITES.get(s, s) for s in sites), "Average", "n", "infra", "unknown", "unparsable"]
-    head += [f"difference to {base}, {100 - 100 * cfg.alpha:g} % interval, p"] if base else []
-    rows = []
-    for key in [*paper, *(r for r in runs if r not in paper)]:
+    head += [f"minus {base}, {100 - 100 * cfg.alpha:g} % interval, p"] if base else []
+    paper, rows = paper_rows(printed), []
+    for key in [*paper, *(name for name in runs if name not in paper)]:
         label, cells = paper.get(key, (key, []))
         if cells:
             rows.append([f"{label} (paper)", *cells[:-1], *["–"] * (len(sites) - len(SITES)), cells[-1]])
         if key in runs:
-            es = runs[key]
-            row = [f"{label} (ours)"] + [percent(mean_and_se(scores_by_task([e for e in es if e.get("site") == s]).values()))
-                                         for s in sites]
-            rows.append([*row, percent(mean_and_se(scores_by_task(es).values())), *counts(es).values()])
+            parts = [[e for e in runs[key] if str(e.get("site")) == s] for s in sites] + [runs[key]]
+            rows.append([f"{label} (ours)", *map(percent, parts), *counts(runs[key]).values()])
             if base in runs and key != base:
-                r = compare_systems(runs[base], es, cfg)
+                r = compare_systems(runs[base], runs[key], cfg.how)
                 low, high = (100 * x for x in r["gain_ci95"] or (math.nan, math.nan))
-                rows[-1].append(f"{100 * r['gain']:+.1f} [{low:+.1f}, {high:+.1f}], p = {r['p']:.3f}")
+                rows[-1].append(f"{100 * r['gain']:+.1f} [{low:+.1f}, {high:+.1f}], p = {r['p']:.3g}")
     notes = [f"{name}: {text}" for name, path in named_runs(cfg.runs).items() if (text := provenance(path))]
-    write_table(cfg, stem, head, rows, notes)
+    write_table(output(cfg, stem), head, rows, notes)
 
 
-def percent(value: tuple[float, float]) -> str:
-    mean, se = (100 * x for x in value)
+def percent(episodes: list[dict]) -> str:
+    mean, se = (100 * x for x in mean_and_se(scores_by_task(episodes).values()))
     return "–" if math.isnan(mean) else f"{mean:.1f}" if math.isnan(se) else f"{mean:.1f} ± {se:.1f}"
 
 
 def provenance(path: Path) -> str:
-    """What a score needs to be believed, as far as the run's summary.json and config.json say it."""
-    known = {}
-    for file in (beside(path) / "config.json", beside(path) / "summary.json"):
-        known |= json.loads(file.read_text()) if file.is_file() else {}
-    names = ("env", "split", "system", "profile", "judge", "judge_model", "prompts", "prompts_hash", "commit")
+    """What it takes to believe a score, as far as the run's config.json and result.json say it."""
+    known = facts(path)
+    names = "env split system actor decomposer adapters profile judge prompts prompts_hash commit".split()
     return ", ".join(f"{k} {known[k]}" for k in names if isinstance(known.get(k), str) and known[k])
 
 
 def table3(cfg: Config) -> None:
-    """Decompositions per platform: how many, their mean length, the share with unnecessary actions; paper beside ours."""
-    by_platform: dict[str, list] = {}
+    """Decompositions per platform: number, mean length, share with unnecessary actions; paper beside."""
+    found: dict[str, list] = {}
     for path in named_runs(cfg.runs).values():
         for d in runtime.read_jsonl(path / "decompositions.jsonl" if path.is_dir() else path):
             for platform in (str(d["platform"]).lower(), "total"):
-                by_platform.setdefault(platform, []).append((len(d["subtasks"]), bool(d["unnecessary"])))
-    if not by_platform:
+                found.setdefault(platform, []).append((len(d["subtasks"]), bool(d["unnecessary"])))
+    if not found:
         raise UserError(f"--runs {cfg.runs}: no decompositions there; run annotate.py first")
-    paper = {key: (label, cells.split()) for key, label, cells in (row.split(" | ") for row in TABLE_3.splitlines())}
-    rows = []
-    for key in [*(p for p in by_platform if p not in paper), *paper]:
-        label, cells = paper.get(key, (key, ["–"] * 3))
-        size, unnecessary = np.array(by_platform.get(key, np.full((1, 2), np.nan))).T
-        ours = [f"{len(size):,}", f"{size.mean():.2f}", f"{100 * unnecessary.mean():.1f}"] if key in by_platform else ["–"] * 3
-        rows.append([label, *(x for pair in zip(ours, cells) for x in pair)])
-    write_table(cfg, "table3", ["Platform", "# examples", "(paper)", "avg. # subtasks", "(paper)",
-                                "% with unnecessary actions", "(paper)"], rows, [])
+    paper, rows = paper_rows(TABLE_3), []
+    for key in [*(p for p in found if p not in paper), *paper]:
+        label, theirs = paper.get(key, (key, ["–"] * 3))
+        ours = ["–"] * 3
+        if key in found:
+            size, unnecessary = np.mean(found[key], axis=0)
+            ours = [f"{len(found[key]):,}", f"{size:.2f}", f"{100 * unnecessary:.1f}"]
+        rows.append([label, *(x for pair in zip(ours, theirs) for x in pair)])
+    write_table(output(cfg, "table3"), ["Platform", "# examples", "(paper)", "avg. # subtasks", "(paper)",
+                                        "% with unnecessary actions", "(paper)"], rows, [])
 
 
-def write_table(cfg: Config, stem: str, head: list[str], rows: list[list], notes: list[str]) -> None:
-    """Write STEM.md and STEM.tex, print the Markdown; short rows are filled with dashes."""
+def write_table(out: Path, head: list[str], rows: list[list], notes: list[str]) -> None:
+    """Write OUT.md and OUT.tex, print the Markdown; short rows are filled with dashes."""
     rows = [[str(c) for c in row] + ["–"] * (len(head) - len(row)) for row in rows]
     lines = [[c.replace("|", "\\|") for c in row] for row in [head, ["---"] * len(head), *rows]]
-    markdown = "\n".join("| " + " | ".join(row) + " |" for row in lines) + "\n" + "".join(f"\n{n}\n" for n in notes)
-    special = {c: f"\\{c}" for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "±": r"$\pm$",
-               "^": r"\textasciicircum{}", "†": r"$\dagger$", "‡": r"$\ddagger$", "–": "--", "<": "$<$", ">": "$>$"}
+    markdown = "".join(f"| {' | '.join(row)} |\n" for row in lines) + "".join(f"\n{n}\n" for n in notes)
+    special = {c: f"\\{c}" for c in "&%$#_{}"} | {
+        "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--",
+        "<": "$<$", ">": "$>$", "±": r"$\pm$", "†": r"$\dagger$", "‡": r"$\ddagger$"}
     body = [" & ".join(c.translate(str.maketrans(special)) for c in row) + r" \\" for row in [head, *rows]]
-    latex = "\n".join([rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\hline", body[0], r"\hline", *body[1:], r"\hline",
-                       r"\end{tabular}", *(f"% {' '.join(n.split())}" for n in notes)]) + "\n"
-    out = Path(cfg.out or beside(next(iter(named_runs(cfg.runs).values()))) / stem)
+    latex = [rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\hline", body[0], r"\hline", *body[1:],
+             r"\hline", r"\end{tabular}", *(f"% {' '.join(n.split())}" for n in notes)]
     runtime.write_atomic(out.with_suffix(".md"), markdown)
-    runtime.write_atomic(out.with_suffix(".tex"), latex)
+    runtime.write_atomic(out.with_suffix(".tex"), "\n".join(latex) + "\n")
     print(markdown, end="")
 
 
-# --------------------------------------------------------------------------------------------------------------- subgoals
+# --------------------------------------------------------------------------------------------------- subgoals
 def subgoals(cfg: Config) -> None:
-    """Does finishing subtasks mean success (sec. 4.6)? Judges what is not judged yet, then figure 2 and its numbers."""
+    """Does finishing subtasks mean success (sec. 4.6)? Judges what is not judged yet, then figure 2."""
     quality = {}
     for name, path in named_runs(cfg.runs).items():
         episodes = [e for e in read_episodes(path, cfg.profile, by_batch=True) if e["reward"] is not None]
-        done = judgements(beside(path) / "subgoals.jsonl", [e for e in episodes if e["subtasks"]], path, cfg)
-        judged = [e | {"done": done[key_of(e)]} for e in episodes if done.get(key_of(e))]
+        planned = [e for e in episodes if e["subtasks"]]
+        done = judgements(path, planned, cfg)
+        judged = [e | {"done": done[key_of(e)]} for e in planned if key_of(e) in done]
         if len({e["reward"] > 0 for e in judged}) < 2:
-            raise UserError(f"{name}: {len(judged)} of {len(episodes)} episodes have a judgement, and both a success and a "
-                            f"failure are needed; give --base_url and --model of a judge")
-        quality[name] = subgoal_quality(judged, cfg) | {"unjudged": len(episodes) - len(judged)}
+            raise UserError(f"{name}: {len(judged)} of {len(planned)} episodes are judged, and AUROC takes a "
+                            f"success and a failure; give a judge with --base_url and --model")
+        quality[name] = results.subgoal_quality(judged, cfg.bins, cfg.how) | {
+            "unjudged": len(planned) - len(judged), "without_plan": len(episodes) - len(planned)}
+    out = output(cfg, "figure2")
+    draw_figure2(quality, out)
+    paper = {"joint": {"auroc": 0.838, "tau_b": 0.516}, "sft": {"auroc": 0.836, "tau_b": 0.503}}
+    show(quality | {"paper": paper}, out.with_suffix(".json"))
+
+
+def draw_figure2(quality: dict, out: Path) -> None:
+    """ROC curves and success by completed share, as PNG and SVG."""
     fig, (roc, rate) = figure(2)
     for name, q in quality.items():
         roc.plot(*zip(*q["roc"]), marker=".", label=f"{name}: {q['auroc']:.3f}")
-        bins = [b for b in q["by_fraction"] if b["n"]]
-        rate.plot([b["upto"] for b in bins], [b["success"] for b in bins], marker="o", label=f"{name}: tau-b {q['tau_b']:.3f}")
+        rate.plot([b["share"] for b in q["by_share"]], [b["success"] for b in q["by_share"]], marker="o",
+                  label=f"{name}: τ {q['tau_b']:.3f}")
     roc.plot([0, 1], [0, 1], color="gray", linestyle=":")
-    roc.set(title="(a) AUROC (paper: joint 0.838, SFT 0.836)", xlabel="false positive rate", ylabel="true positive rate")
-    rate.set(title="(b) success by completed share (paper: tau 0.516, 0.503)", xlabel="completed share of subtasks, up to",
-             ylabel="success rate", xlim=(0, 1.05), ylim=(-0.02, 1.02))
+    roc.set(title="(a) AUROC; paper: 0.838 joint, 0.836 SFT", xlabel="false positive rate",
+            ylabel="true positive rate")
+    rate.set(title="(b) Kendall's τ; paper: 0.516 joint, 0.503 SFT", xlabel="completed share of the subtasks",
+             ylabel="success rate", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     for ax in (roc, rate):
         ax.legend(frameon=False)
-    out = Path(cfg.out or beside(next(iter(named_runs(cfg.runs).values()))) / "figure2")
     save_figure(fig, out.with_suffix(".png"), out.with_suffix(".svg"))
-    show(quality | {"paper": {"auroc": {"joint": 0.838, "sft": 0.836}, "tau_b": {"joint": 0.516, "sft": 0.503}}},
-         out.with_suffix(".json"))
 
 
-def subgoal_quality(episodes: list[dict], cfg: Config) -> dict:
-    """AUROC of the completed share (`done`: one bool per subtask) against success, ROC points, success per bin, tau-b.
-
-    tau-b is over episodes, as the paper's must be: its AUROC, success rate and tau agree only so.
-    """
-    share = np.array([np.mean(e["done"]) for e in episodes])
-    success = np.array([e["reward"] > 0 for e in episodes])
-    values, level = np.unique(share, return_inverse=True)
-    cluster = np.unique([f"{e['task']} {e.get('instance', 0)}" for e in episodes], return_inverse=True)[1]
-    by_outcome = []  # of successes, of failures: episodes (task instance, level)
-    for chosen in (success, ~success):
-        n = np.zeros((cluster.max() + 1, len(values)))
-        np.add.at(n, (cluster[chosen], level[chosen]), 1)
-        by_outcome.append(n)
-    P, N = by_outcome
-    above = [np.cumsum(n.sum(0)[::-1]) / n.sum() for n in (N, P)]
-    bins = np.array([min(sum(e["done"]) * cfg.bins // len(e["done"]), cfg.bins - 1) for e in episodes])
-    tau = stats.kendalltau(share, success)
-    return {"n": len(episodes), "tasks": len(P), "success": float(success.mean()), "auroc": float(results.auroc(P.sum(0), N.sum(0))),
-            "auroc_ci95": results.interval(lambda w: results.auroc(w @ P, w @ N), len(P), resampling(cfg)),
-            "roc": [(0.0, 0.0), *((float(x), float(y)) for x, y in zip(*above))],
-            "by_fraction": [{"upto": (b + 1) / cfg.bins, "n": int((bins == b).sum()),
-                             "success": float(success[bins == b].mean()) if (bins == b).any() else math.nan}
-                            for b in range(cfg.bins)],
-            "tau_b": float(tau.statistic), "tau_p": float(tau.pvalue)}
-
-
-def judgements(file: Path, episodes: list[dict], path: Path, cfg: Config) -> dict[tuple, list[bool]]:
-    """key_of(episode) -> done per subtask. Kept answers of the same judge and text are reused; an answer that names not
-    every subtask, or a judge that fails, leaves the episode without one (it is asked again next time)."""
-    texts = prompts.load_prompts(cfg.prompt_file)
+def judgements(path: Path, episodes: list[dict], cfg: Config) -> dict[tuple, list[bool]]:
+    """key_of(episode) -> done, a bool per subtask. Answers of the same judge to the same text are kept and
+    reused; an unclear or missing one leaves the episode without, and the next call asks again. UserError when
+    the judge cannot be asked at all, or left more than a fifth unanswered."""
+    texts, file = prompts.load_prompts(cfg.prompt_file), beside(path) / "subgoals.jsonl"
     asked = {"judge": cfg.model, "prompt": texts.digest("judge_system", "judge_subgoals")}
-    kept = {key_of(j): j["done"] for j in runtime.read_jsonl(file) if not cfg.model or asked.items() <= j.items()}
-    todo = [e for e in episodes if key_of(e) not in kept] if cfg.base_url else []
+    kept = {key_of(j): j["done"] for j in runtime.read_jsonl(file)
+            if not cfg.model or asked.items() <= j.items()}
+    todo = [e for e in episodes if cfg.model and len(kept.get(key_of(e), ())) != len(e["subtasks"])]
+    if not todo:
+        return kept
+    client = llm.Client(cfg.model, cfg.base_url, cfg.api, cfg.workers)
 
-    def ask(e: dict) -> dict:
+    def ask(e: dict) -> list[bool | None]:
         subtasks = [prompts.Subtask(*g) for g in e["subtasks"]]
         system, user = texts.judge_subgoals(e["instruction"], subtasks, [s["history"] for s in e["steps"]])
         shots = [s["shot"] for s in e["steps"]] + [e["final_shot"]] * bool(e.get("final_shot"))
-        raise NotImplementedError
+        images = [llm.image_url((beside(path) / shot).read_bytes()) for shot in shots]
+        try:
+            return llm.read_verdicts(client.ask(system, [("user", [*images, user])]).text, len(subtasks))
+        except llm.LLMError as error:
+            if error.fatal:
+                raise UserError(f"the judge {cfg.model}: {error}; what it answered so far is kept") from None
+            return [None]
 
     with ThreadPoolExecutor(cfg.workers) as pool:
-        for e, done in zip(todo, tqdm(pool.map(ask, todo), total=len(todo), disable=not todo, desc="judge")):
-            if done:
-                runtime.append_jsonl(file, [dict(zip(KEY, key_of(e))) | asked | {"done": done}])
+        for e, done in zip(todo, tqdm(pool.map(ask, todo), total=len(todo), desc="judge")):
+            if None not in done:
+                runtime.append_jsonl(file, [dict(zip(results.KEY, key_of(e))) | asked | {"done": done}])
                 kept[key_of(e)] = done
+    missing = sum(key_of(e) not in kept for e in todo)
+    if missing > len(todo) / 5:
+        raise UserError(f"the judge {cfg.model} left {missing} of {len(todo)} episodes without a clear "
+                        f"answer; the others are kept: mend the judge and run this again")
     return kept
 
 
-def read_verdict(text: str, n: int) -> list[bool]:
-    """`1: done` / `2: not done` lines -> n bools. ValueError unless every subtask has exactly one clear line."""
-    found = re.findall(r"^\W*(\d+)\W+(not done|done)\W*$", text.lower(), re.M)
-    if sorted(int(i) for i, _ in found) != list(range(1, n + 1)):
-        raise ValueError(f"not one verdict for each of {n} subtasks: {text[:200]!r}")
-    return [verdict == "done" for _, verdict in sorted(found, key=lambda f: int(f[0]))]
-
-
-# --------------------------------------------------------------------------------------------------------------- failures
+# --------------------------------------------------------------------------------------------------- failures
 def failures(cfg: Config) -> None:
-    """Failed episodes by mode, with the rule that put them there; per run."""
-    result = {}
+    """Failed episodes by mode, with the rule that put each there and one example (its results.KEY)."""
+    report = {}
     for name, path in named_runs(cfg.runs).items():
-        episodes = read_episodes(path, cfg.profile, by_batch=True)
-        modes: dict = {}
-        for e in episodes:
-            if e["reward"] is not None and e["reward"] <= 0:
-                mode, rule = failure_mode(e, cfg.near)
-                entry = modes.setdefault(mode, {"n": 0, "rules": {}, "example": key_of(e)})
-                entry["n"] += 1
-                entry["rules"][rule] = entry["rules"].get(rule, 0) + 1
-        total = sum(m["n"] for m in modes.values())
-        result[name] = {"failures": total, **counts(episodes),
-                        "modes": {mode: {"share": m["n"] / total, **m} for mode, m in sorted(modes.items())}}
-    show(result, cfg.out)
+        episodes, modes = read_episodes(path, cfg.profile, by_batch=True), {}
+        failed = [e for e in episodes if e["reward"] is not None and e["reward"] <= 0]
+        for e in failed:
+            mode, rule = failure_mode(e, cfg.near)
+            entry = modes.setdefault(mode, {"n": 0, "share": 0.0, "rules": {}, "example": key_of(e)})
+            entry["n"] += 1
+            entry["share"] = entry["n"] / len(failed)
+            entry["rules"][rule] = entry["rules"].get(rule, 0) + 1
+        report[name] = {"failed": len(failed), **counts(episodes), "modes": dict(sorted(modes.items()))}
+    show(report, cfg.out)
 
 
-def failure_mode(e: dict, near: int) -> tuple[str, str]:
-    """(mode, rule) of a failed episode; the first rule that holds, in the order of the code."""
+def failure_mode(e: dict, near: int = 12) -> tuple[str, str]:
+    """(mode, rule) of a failed episode: the first rule that holds, in the order of this code."""
     calls = [read_calls(tuple(s["calls"])) for s in e["steps"]]
-    shots = {s["shot"] for s in e["steps"]} | {e.get("final_shot") or e["steps"][-1]["shot"]} if e["steps"] else set()
+    shots = {s["shot"] for s in e["steps"]} | ({e["final_shot"]} if e.get("final_shot") else set())
     stopped = bool(calls) and any(map(actions.is_final, calls[-1]))
-    acted = [step for step in calls if any(c.name != "wait" and not actions.is_final(c) for c in step)]
-    if not acted:
-        return "no real attempt", "stopped without acting" if stopped else "no action that could be carried out"
+    if not any(c.name != "wait" and not actions.is_final(c) for step in calls for c in step):
+        return "no real attempt", "stopped without acting" if stopped else "nothing that could be carried out"
     if len(shots) == 1:
         return "no real attempt", "the page never changed"
-    signs = [(step, s["shot"] if any(c.name in ("swipe", "wait") for c in step) else "")
-             for step, s in zip(calls, e["steps"])][:len(calls) - stopped]
-    if period := cycle(signs, near, at_end=e["status"] == "failure"):
-        return "stuck midway", "the same action three times" if period == 1 else f"a cycle of {period} actions three times"
-    if stopped:
-        return "stopped at the wrong place", f"by {calls[-1][-1].name}"
+    # scrolling and waiting are repetitions only while the picture stays the same
+    signs = [(step, s["shot"] if any(c.name in ("swipe", "scroll", "wait") for c in step) else "")
+             for step, s in zip(calls, e["steps"])]
+    if period := cycle(signs[:len(signs) - stopped], near, at_end=e["status"] == "failure"):
+        return "stuck midway", f"{period} action{'s' * (period > 1)} three times over"
     if e["status"] == "failure":
-        return "stopped at the wrong place", "the page ended the episode"
-    return "other", {"unparsable": "three unreadable answers", "max_steps": "steps used up"}.get(e["status"], e["status"])
+        rule = f"by {calls[-1][-1].name}" if stopped else "the page ended the episode"
+        return "stopped at the wrong place", rule
+    rules = {"unparsable": "three unreadable answers in a row", "max_steps": "steps used up"}
+    return "other", rules.get(e["status"], str(e["status"]))
 
 
 def cycle(signs: list, near: int, at_end: bool) -> int:
-    """The period p <= 4 of a sequence of p actions done three times over (anywhere, or as the last thing); 0 for none.
-    Scrolling or waiting counts as a repetition only while the picture stays the same."""
+    """The least p <= 4 so that p actions were done three times over, anywhere or (`at_end`) last; else 0."""
     for p in (1, 2, 3, 4):
         run = 0
         for t in range(p, len(signs)):
@@ -440,11 +435,12 @@ def cycle(signs: list, near: int, at_end: bool) -> int:
 
 
 def same_action(a: tuple, b: tuple, near: int) -> bool:
-    """Same calls on (where it matters) the same picture; numbers may differ by `near`."""
-    return a[1] == b[1] and len(a[0]) == len(b[0]) and all(
-        c.name == d.name and c.args.keys() == d.args.keys() and all(
-            abs(x - d.args[k]) <= near if k in ("x", "y") and None not in (x, d.args[k]) else x == d.args[k]
-            for k, x in c.args.items()) for c, d in zip(a[0], b[0]))
+    """The same calls on the same picture (where it matters), coordinates at most `near` pixels apart."""
+    def same(key, x, y):
+        return abs(x - y) <= near if key in ("x", "y") and x is not None and y is not None else x == y
+    return a[1] == b[1] and len(a[0]) == len(b[0]) > 0 and all(
+        c.name == d.name and c.args.keys() == d.args.keys()
+        and all(same(k, c.args[k], d.args[k]) for k in c.args) for c, d in zip(a[0], b[0]))
 
 
 @functools.lru_cache(maxsize=100_000)
@@ -452,34 +448,35 @@ def read_calls(texts: tuple[str, ...]) -> tuple:
     return tuple(call for text in texts for call in actions.parse(text).calls)
 
 
-# ------------------------------------------------------------------------------------------------------------ diagnostics
 def diagnostics(cfg: Config) -> None:
-    """What the hierarchy does in a training run's episodes: credit, luck, diversity of plans, their effect on the actor."""
-    show({name: results.hierarchy(read_episodes(path, by_batch=True)) for name, path in named_runs(cfg.runs).items()}, cfg.out)
+    """What the hierarchy does in training: credit, luck, diversity of plans, their effect."""
+    show({name: results.hierarchy(read_episodes(path, by_batch=True))
+          for name, path in named_runs(cfg.runs).items()}, cfg.out)
 
 
-# ----------------------------------------------------------------------------------------------------------------- viewer
+# ----------------------------------------------------------------------------------------------------- viewer
 def view(cfg: Config) -> None:
-    """Fill viewer.html: one page over one or more runs that opens from disk and loads nothing from the network."""
-    runs = named_runs(cfg.runs)
-    out = Path(cfg.out or beside(next(iter(runs.values()))) / "episodes.html")
+    """Fill viewer.html: one page over one or more runs that opens from disk and needs no network."""
+    out = output(cfg, "episodes.html")
     data = {"runs": [], "images": {}}
-    for name, path in runs.items():
+    for i, (name, path) in enumerate(named_runs(cfg.runs).items()):
         folder, episodes = beside(path), read_episodes(path, cfg.profile, by_batch=True)
-        data["runs"].append({"name": name, "episodes": episodes,
-                             "prefix": Path(os.path.relpath(folder.resolve(), out.parent.resolve())).as_posix()})
-        shots = {s for e in episodes for s in [e.get("final_shot"), *(t["shot"] for t in e["steps"])] if s}
-        for shot in shots if cfg.inline else ():
+        prefix = Path(os.path.relpath(folder.resolve(), out.parent.resolve())).as_posix()
+        scale = facts(path).get("scale", 1.0)  # pixels of a screenshot per pixel of the page
+        data["runs"].append({"name": name, "prefix": prefix, "scale": scale, "episodes": episodes})
+        shots = {shot for e in episodes for shot in [e.get("final_shot"), *(s["shot"] for s in e["steps"])]}
+        for shot in shots - {None} if cfg.inline else ():
             if (folder / shot).is_file():
-                data["images"][f"{len(data['runs']) - 1}/{shot}"] = base64.b64encode((folder / shot).read_bytes()).decode()
-    # "<" is escaped so that no text of a model can end the block that holds it; the page builds text nodes only
+                data["images"][f"{i}/{shot}"] = base64.b64encode((folder / shot).read_bytes()).decode()
+    # no "<" is left in the data, so no text of a model can end the block that holds it
     blob = json.dumps(rounded(data), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     template = (runtime.ROOT / "viewer.html").read_text(encoding="utf-8")
     script = template.rpartition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     before, _, after = template.replace("@HASH@", f"sha256-{digest}").partition("@DATA@")
     runtime.write_atomic(out, (before + blob + after).encode("utf-8", "replace"))
-    show({"out": str(out), "episodes": sum(len(r["episodes"]) for r in data["runs"]), "megabytes": out.stat().st_size / 1e6})
+    show({"out": str(out), "episodes": sum(len(r["episodes"]) for r in data["runs"]),
+          "megabytes": out.stat().st_size / 1e6})
 
 
 def main(cfg: Config) -> None:

@@ -1,16 +1,16 @@
-"""MiniWoB++ as an environment: 130 small real web pages in real Chromium, offline, with their own binary reward.
+"""MiniWoB++ as an environment: 130 small web pages in real Chromium, offline, with their own binary reward.
 
-The PyPI package `miniwob` brings the pages; this file serves them on a loopback port and talks to their `core` object
-(an episode is a pure function of page and seed). A task is `page.seed`; its instruction is what the page itself says.
-Splits are disjoint ranges of seeds: `demonstrations`, `train`, `eval`.
+The PyPI package `miniwob` brings the pages; this file serves them on a loopback port and talks to their
+`core` object (an episode is a pure function of page and seed). A task is `page.seed`; its instruction is what
+the page itself says. Splits are disjoint ranges of seeds: `demonstrations`, `train`, `eval`.
 
-    env = MiniWob("choose-date-easy,grid-coordinate", tasks_per_page=50)          # 160x210 pixels, the demo's size
-    env = MiniWob("login-user", scale=3)                                          # 480x630 pixels, for a real model
+    env = MiniWob("choose-date-easy,grid-coordinate", instances=50)    # 160x210 pixels, the demo's size
+    env = MiniWob("login-user", scale=3)                               # 480x630 pixels, for a real model
 
-The reward is 1 if the page ended the episode with a positive raw reward (MiniWoB++'s usual success; the time discount is
-left out), else 0. The pages' time limit is lifted, since an agent's thinking time is not part of the task, and their
-animations are off, so that one seed gives one screenshot. `use-colorwheel` rewards any colour a little and
-therefore always counts as a success.
+The reward is 1 if the page ended the episode with a positive raw reward (MiniWoB++'s usual success; the time
+discount is left out), else 0. The pages' time limit is lifted, since an agent's thinking time is not part of
+the task, and their animations are off, so that one seed gives one screenshot. `use-colorwheel` rewards any
+colour a little and therefore always counts as a success.
 """
 
 # no dimensions here: everything is one page
@@ -33,8 +33,8 @@ STYLE = """
 #reward-display, #click-canvas, #sync-task-cover { display: none !important; }
 html { overflow: hidden; background: white; }
 """
-# setTimeout holds a signed 32-bit number of milliseconds, so that is the longest time limit. Once the episode is over,
-# nothing may start another one: `startEpisode` would offer it, and its reward would replace this one's.
+# setTimeout holds a signed 32-bit number of milliseconds, so that is the longest time limit. Once the episode
+# is over, nothing may start another: `startEpisode` would offer it, and its reward would replace this one's.
 START = """([seed, style]) => {
     const sheet = document.createElement('style');
     sheet.textContent = style;
@@ -50,7 +50,8 @@ UTTERANCE = """() => { const u = core.getUtterance(); return typeof u === 'strin
 
 
 class MiniWob(Environment):
-    """Tasks of MiniWoB++ pages. `pages`: comma-separated page names; `scale`: screenshot pixels per CSS pixel.
+    """Tasks of MiniWoB++ pages. `pages`: comma-separated names; `instances`: tasks of each page in a split;
+    `scale`: screenshot pixels per CSS pixel.
 
     Raises UserError for an unknown page, and where the package `miniwob` is not installed.
     """
@@ -59,31 +60,32 @@ class MiniWob(Environment):
     width, height = 160, 210  # CSS pixels of every page
     fresh_context = False  # the pages keep nothing between two loads
 
-    def __init__(self, pages: str = "choose-date-easy", tasks_per_page: int = 100, scale: float = 1.0):
+    def __init__(self, pages: str = "choose-date-easy", instances: int = 100, scale: float = 1.0):
         self.pages = [p.strip() for p in pages.split(",") if p.strip()]
         self.root = html_root()
         for page in self.pages:
             check_page(page, self.root)
-        if not self.pages or not 0 < tasks_per_page <= SEEDS_PER_SPLIT or not scale > 0:
-            raise UserError("MiniWob needs a page, between 1 and a million tasks per page and a positive scale")
-        self.tasks_per_page, self.scale = tasks_per_page, scale
+        if not self.pages or not 0 < instances <= SEEDS_PER_SPLIT or not scale > 0:
+            raise UserError("MiniWoB++ needs a page (--tasks), 1 to a million --instances of each and a "
+                            "positive --scale")
+        self.instances, self.scale = instances, scale
         handler = functools.partial(_QuietFiles, directory=str(self.root))
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self.base = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, name="miniwob pages", daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, name="miniwob", daemon=True).start()
 
     def tasks(self, split: str) -> list[Task]:
-        """All tasks of a split, the pages in turn, so that every stretch of the list holds all of them equally."""
+        """All tasks of a split, the pages in turn: every stretch of the list holds all of them equally."""
         if split not in SPLITS:
             raise UserError(f"MiniWob has no split {split!r}; choose one of {', '.join(SPLITS)}")
-        seeds = range(SPLITS[split], SPLITS[split] + self.tasks_per_page)
+        seeds = range(SPLITS[split], SPLITS[split] + self.instances)
         return [self.task(page, seed) for seed in seeds for page in self.pages]
 
     def task(self, page: str, seed: int) -> Task:
         """One task; the page makes the instruction when it opens, so here it is still empty."""
         check_page(page, self.root)
-        return Task(id=f"{page}.{seed}", site=page, instruction="", seed=seed, data={"page": page}, changes_state=False)
+        return Task(id=f"{page}.{seed}", site=page, seed=seed, data={"page": page})
 
     def origins(self, task: Task) -> list[str]:
         return [self.base]
@@ -98,7 +100,7 @@ class MiniWob(Environment):
         return page.evaluate(UTTERANCE)
 
     def done(self, session) -> bool:
-        """Whether the page itself has ended the episode. A page that has navigated away has no say any more: False."""
+        """Whether the page itself has ended the episode; False where the agent has navigated away."""
         return bool(session.page.evaluate("() => typeof WOB_DONE_GLOBAL !== 'undefined' && WOB_DONE_GLOBAL"))
 
     def judge(self, task: Task, session, answer: str) -> Verdict:
@@ -123,7 +125,7 @@ def make(cfg) -> MiniWob:
 
 
 class _QuietFiles(http.server.SimpleHTTPRequestHandler):
-    """Static files with the charset that the pages forget to name, and without a line on stderr per request."""
+    """Static files with the charset that the pages forget to name, and no line on stderr per request."""
 
     protocol_version = "HTTP/1.1"
     extensions_map = http.server.SimpleHTTPRequestHandler.extensions_map | {
@@ -135,10 +137,10 @@ class _QuietFiles(http.server.SimpleHTTPRequestHandler):
 
 @functools.cache
 def html_root() -> Path:
-    """The folder with the package's HTML, found without importing the package (which would pull in selenium)."""
+    """The package's HTML, found without importing the package (which would pull in selenium)."""
     spec = importlib.util.find_spec("miniwob")
-    root = Path(spec.submodule_search_locations[0]) / "html" if spec and spec.submodule_search_locations else None
-    if root is None or not (root / "core" / "core.js").is_file():
+    root = Path(next(iter(spec and spec.submodule_search_locations or ["nowhere"]))) / "html"
+    if not (root / "core" / "core.js").is_file():
         raise UserError("the MiniWoB++ pages are not installed; run: pip install --no-deps miniwob")
     return root
 
@@ -148,5 +150,5 @@ def check_page(page: str, root: Path) -> None:
     names = sorted(p.stem for p in (root / "miniwob").glob("*.html"))
     if page not in names:
         close = difflib.get_close_matches(page, names, n=4, cutoff=0.4)
-        raise UserError(f"no MiniWoB++ page {page!r}; " + (f"close names: {', '.join(close)}" if close else
-                                                           f"the names are those of the files in {root / 'miniwob'}"))
+        hint = f"close names: {', '.join(close)}" if close else f"the names are those in {root / 'miniwob'}"
+        raise UserError(f"no MiniWoB++ page {page!r}; {hint}")

@@ -17,7 +17,6 @@ when on; 4 log π_old is pass 1's own log-prob; 5 a pass covers the whole batch 
 16 AdamW, gradient clip per role. The KL of β > 0 is the k3 estimate against the adapter switched off.
 """
 
-import dataclasses
 import math
 import random
 import time
@@ -261,7 +260,7 @@ def schedule(tasks: list, cfg: Config, world_size: int) -> list[list]:
     size, out = world_size * cfg.tasks_per_rank, []
     for epoch in range(cfg.epochs):
         order = random.Random(f"{cfg.seed} {epoch}").sample(tasks, len(tasks))
-        out += [[dataclasses.replace(t) for t in order[i:i + size]] for i in range(0, len(order), size)]
+        out += [order[i:i + size] for i in range(0, len(order), size)]
     return out
 
 
@@ -324,6 +323,7 @@ def log_line(s: dict, updates: dict) -> dict:
 
 # ------------------------------------------------------------------------------------------------------------------- main
 def main(cfg: Config) -> None:
+    torch.set_num_threads(cfg.cpu_threads)
     with process_group() as world:
         run = open_run(cfg.run, cfg, world, free=("threads", "micro_batch", "keep", "max_batch"))
         train(cfg, world, run)
@@ -363,7 +363,9 @@ def train(cfg: Config, world, run: Path) -> None:
 
             # 3 · K plans per task, M episodes per plan (Eqs. 1, 2), terminal rewards
             start = time.monotonic()
-            groups = pool.run(mine, K, cfg.M, (cfg.seed, batch), models, cfg.use_plan)
+            groups = sorted(pool.run(mine, K, cfg.M, (cfg.seed, batch), models, cfg.use_plan,
+                                     bar=f"batch {batch + 1}/{len(plan_of_batches)}" if world.main else ""),
+                            key=lambda group: mine.index(group.task))
             seconds_rollout = time.monotonic() - start
 
             # 4 · credit: within a plan for the actor (Eq. 5), across plans for the decomposer (Eqs. 8, 9)

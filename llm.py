@@ -1,29 +1,29 @@
 """One question to a model behind an OpenAI-compatible server: teacher, judge, remote agents.
 
-    client = Client("gpt-5.2-codex")                        # or base_url="http://127.0.0.1:8000/v1",
-    api="chat" answer = client.ask("You grade.", [("user", ["Is this a cat?", image_url(png)])]) answer.text,
-    answer.status                              # status: "ok", "truncated" or "refused"
+    client = Client("gpt-5.2-codex")        # or Client(name, base_url="http://127.0.0.1:8000/v1", api="chat")
+    answer = client.ask("You grade.", [("user", ["Is this a cat?", image_url(png)])])
 
 A turn is (role, parts); a part is a text, or an image as `image_url` makes it (a data URL, so it is encoded
-once). 429, 5xx, timeouts, closed connections and half answers are asked again with growing pauses, never
-shorter than the server's Retry-After; other refusals of the server (400, 401, ...) are not. A question that
-gets no answer raises LLMError, `fatal` where every other question would meet the same. A Client is safe to
-share between threads: at most `concurrency` requests are under way, and one that pauses does not count.
-`Batches` asks by the Batch API instead. The key is read from the environment and is never logged; error texts
-come without it.
+once). `answer.status` is "ok", "truncated" or "refused". 429, 5xx, timeouts, closed connections and half
+answers are asked again with growing pauses, never shorter than the server's Retry-After; other errors (400,
+401, ...) are not. A question that gets no answer raises LLMError, `fatal` where every other question would
+meet the same. A Client is safe to share between threads: at most `concurrency` requests are under way, and
+one that pauses does not count. `Batches` asks by the Batch API instead. The key is read from the environment
+and appears in no log or error.
 """
 
 import base64
 import email.utils
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
 import re
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from runtime import UserError, write_atomic
@@ -33,12 +33,12 @@ MAX_WAIT = 600.0  # s; a server that asks for a longer pause has closed for the 
 
 
 class LLMError(Exception):
-    """A question without an answer. `fatal`: so will the next ones be. `transient`: it may be answered
+    """A question without an answer. `fatal`: so will the next ones be. `transient`: one may ask again
     later."""
 
-    def __init__(self, message: str, fatal: bool = False, transient: bool = False):
+    def __init__(self, message: str, fatal: bool = False, transient: bool = False, retry_after: float = 0.0):
         super().__init__(message)
-        self.fatal, self.transient = fatal, transient
+        self.fatal, self.transient, self.retry_after = fatal, transient, retry_after
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,17 @@ class Answer:
 
 
 def image_url(image, max_side: int = 0) -> str:
-    """PNG or JPEG bytes, or a PIL image, -> data URL. `max_side` > 0 scales a larger picture down to it (as
-    PNG)."""
-    if isinstance(image, bytes) and not max_side:
-        kind = "png" if image.startswith(b"\x89PNG") else "jpeg"
-        return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
-    from PIL import Image
-    if isinstance(image, bytes):
-        image = Image.open(io.BytesIO(image)).convert("RGB")
-    if max_side and max(image.size) > max_side:
-        scale = max_side / max(image.size)
-        image = image.resize([max(1, round(side * scale)) for side in image.size], Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=3)
-    return image_url(buffer.getvalue())
+    """PNG or JPEG bytes -> data URL, as they are. A PIL image -> the same as JPEG, scaled down to `max_side`
+    (0: not)."""
+    if not isinstance(image, bytes):
+        if max_side and max(image.size) > max_side:
+            image = image.copy()
+            image.thumbnail((max_side, max_side))
+        buffer = io.BytesIO()
+        image.convert("RGB").save(buffer, "JPEG", quality=92, subsampling=0)
+        image = buffer.getvalue()
+    kind = "png" if image.startswith(b"\x89PNG") else "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
 
 
 # --------------------------------------------------------------------------------- request and reply as dicts
@@ -82,22 +79,27 @@ def request_body(api: str, model: str, system: str, turns, max_output_tokens: in
             extra = {"detail": detail} if detail else {}
             return ({"type": "input_image", "image_url": p} | extra if responses
                     else {"type": "image_url", "image_url": {"url": p} | extra})
-        return {"type": ("input_text" if role == "user" else "output_text") if responses else "text", "text": p}
+        kind = "text" if not responses else "input_text" if role == "user" else "output_text"
+        return {"type": kind, "text": p}
     messages = [{"role": role, "content": parts if isinstance(parts, str) else [part(role, p) for p in parts]}
                 for role, parts in turns]
     options = {"max_output_tokens" if responses else "max_completion_tokens": max_output_tokens or None,
                "temperature": temperature}
     if reasoning:
         options |= {"reasoning": {"effort": reasoning}} if responses else {"reasoning_effort": reasoning}
-    body = ({"model": model, "input": messages, "store": False} | ({"instructions": system} if system else {})
-            if responses else
-            {"model": model, "messages": ([{"role": "system", "content": system}] if system else []) + messages})
+    if responses:
+        first = {"instructions": system} if system else {}
+        body = {"model": model, "store": False} | first | {"input": messages}
+    else:
+        first = [{"role": "system", "content": system}] if system else []
+        body = {"model": model, "messages": first + messages}
     return body | {k: v for k, v in options.items() if v is not None}
 
 
 def read_reply(api: str, reply: dict) -> Answer:
     """The JSON of a reply -> Answer. Raises ValueError for JSON that is no reply at all."""
-    if not isinstance(reply, dict) or not isinstance(reply.get("output" if api == "responses" else "choices"), list):
+    content = "output" if api == "responses" else "choices"
+    if not isinstance(reply, dict) or not isinstance(reply.get(content), list):
         raise ValueError("the reply is not of the API that was asked")
     text, status, reason = (_read_responses if api == "responses" else _read_chat)(reply)
     used = reply.get("usage") or {}
@@ -109,7 +111,8 @@ def read_reply(api: str, reply: dict) -> Answer:
 
 
 def _read_responses(reply: dict) -> tuple[str, str, str]:
-    parts = [p for item in reply["output"] if item.get("type") == "message" for p in item.get("content") or []]
+    messages = (item for item in reply["output"] if item.get("type") == "message")
+    parts = [p for message in messages for p in message.get("content") or []]
     text = "".join(p.get("text") or "" for p in parts if p.get("type") == "output_text")
     refusal = "".join(p.get("refusal") or "" for p in parts if p.get("type") == "refusal")
     stopped = (reply.get("incomplete_details") or {}).get("reason") or ""
@@ -130,32 +133,40 @@ def _read_chat(reply: dict) -> tuple[str, str, str]:
     return text, "truncated" if stopped == "length" else "ok", stopped if stopped == "length" else ""
 
 
+def cost(usage: dict, prices) -> float:
+    """Dollars of a usage record; `prices` per million input, cached input and output tokens. The Batch API
+    costs half."""
+    cached = usage.get("cached", 0)
+    tokens = usage.get("input", 0) - cached, cached, usage.get("output", 0)
+    return sum(n * p for n, p in zip(tokens, prices)) / 1e6 * (0.5 if usage.get("batch") else 1)
+
+
 # ----------------------------------------------------------------------------------------------------- client
 class Client:
-    """See the module's docstring. `prices`: dollars per million input, cached input and output tokens.
-    `cache_dir`: answers are kept there by the content of the question, and a question asked before costs
-    nothing."""
+    """See the module's docstring. `usage` counts tokens, requests, retries and cache hits. With a `cache_dir`
+    answers are kept by the content of the question, and a question asked before costs nothing."""
 
     def __init__(self, model: str, base_url: str = "", api: str = "responses", concurrency: int = 8,
-                 timeout: float = 300.0, retries: int = 8, first_pause: float = 0.5, prices=(0.0, 0.0, 0.0),
+                 timeout: float = 300.0, retries: int = 8, first_pause: float = 0.5,
                  cache_dir: str = "", key_variable: str = "OPENAI_API_KEY", **options):
         if api not in ("responses", "chat"):
             raise UserError(f"--api {api}: the two are responses and chat")
-        key = os.environ.get(key_variable) or ("none" if base_url else "")
+        key = os.environ.get(key_variable) or ("no-key-needed" if base_url else "")
         if not key:
-            raise UserError(f"no API key: set {key_variable}, or give the --base_url of a server that needs none")
+            raise UserError(f"no API key: set {key_variable}, or --base_url to a server that needs none")
         import openai
         self.openai = openai.OpenAI(api_key=key, base_url=base_url or None, max_retries=0, timeout=timeout)
         self.model, self.base_url, self.api, self.options = model, base_url, api, options
-        self.retries, self.first_pause, self.prices, self.cache_dir = retries, first_pause, prices, cache_dir
-        self.slots, self.lock, self.stopped = threading.BoundedSemaphore(concurrency), threading.Lock(), threading.Event()
+        self.retries, self.first_pause, self.cache_dir = retries, first_pause, cache_dir
+        self.slots, self.lock = threading.BoundedSemaphore(concurrency), threading.Lock()
+        self.stopped = threading.Event()
         self.usage = {"input": 0, "cached": 0, "output": 0, "requests": 0, "retries": 0, "cache_hits": 0}
         self._secret = key
 
     def ask(self, system: str, turns, request_id: str = "") -> Answer:
         """One answer. `turns`: a text, or [(role, text or parts), ...]. `request_id` goes along as the header
         X-Client-Request-Id (ASCII), for the server's logs. Raises LLMError."""
-        body = self.body(system, [("user", turns)] if isinstance(turns, str) else turns)
+        body = self.body(system, turns)
         file = self._cache_file(body)
         if file and file.exists():
             self._count(cache_hits=1)
@@ -167,12 +178,11 @@ class Client:
         return answer
 
     def body(self, system: str, turns) -> dict:
+        turns = [("user", turns)] if isinstance(turns, str) else turns
         return request_body(self.api, self.model, system, turns, **self.options)
 
-    def cost(self, usage: dict) -> float:
-        """Dollars of a usage record."""
-        fresh = usage.get("input", 0) - usage.get("cached", 0)
-        return sum(n * price for n, price in zip((fresh, usage.get("cached", 0), usage.get("output", 0)), self.prices)) / 1e6
+    def without_key(self, text: str) -> str:
+        return text.replace(self._secret, "***")
 
     def stop(self) -> None:
         """Let every pausing question end with LLMError at once."""
@@ -180,7 +190,9 @@ class Client:
 
     def _persist(self, body: dict, headers: dict) -> tuple[dict, Answer]:
         """Ask until there is a reply; between two tries at least as long a pause as the server asks for."""
-        for attempt in range(self.retries + 1):
+        for attempt in itertools.count():
+            if self.stopped.is_set():
+                raise LLMError("stopped", transient=True)
             try:
                 with self.slots:
                     self._count(requests=1)
@@ -189,13 +201,11 @@ class Client:
                 if not e.transient or attempt == self.retries:
                     raise
                 pause = min(60.0, self.first_pause * 2 ** attempt) * random.uniform(0.75, 1.25)
-                pause = max(pause, e.__dict__.get("retry_after", 0.0))
+                pause = max(pause, e.retry_after)
                 if pause > MAX_WAIT:
-                    raise LLMError(f"the server asks to wait {pause:.0f} s ({e})", fatal=True, transient=True) from None
+                    raise LLMError(f"the server asks to wait {pause:.0f} s ({e})", fatal=True) from None
             self._count(retries=1)
-            if self.stopped.wait(pause):
-                raise LLMError("stopped", transient=True)
-        raise AssertionError("unreachable")
+            self.stopped.wait(pause)
 
     def _once(self, body: dict, headers: dict) -> tuple[dict, Answer]:
         import openai
@@ -206,18 +216,17 @@ class Client:
         except openai.APIStatusError as e:
             raise self._status_error(e) from None
         except openai.APIConnectionError as e:  # timeouts too
-            raise LLMError(f"no answer: {type(e).__name__} {e.__cause__ or ''}".strip(), transient=True) from None
+            raise LLMError(f"no answer ({type(e).__name__}: {e.__cause__ or e})", transient=True) from None
         except (ValueError, AttributeError, openai.OpenAIError) as e:
             raise LLMError(f"not a reply: {str(e)[:200]}", transient=True) from None
 
     def _status_error(self, e) -> LLMError:
         """A 4xx or 5xx reply. A 429 for want of money is no rate limit: no pause will mend it."""
-        code, text = e.status_code, str(e)[:300].replace(self._secret, "***")
-        broke = code == 429 and "insufficient_quota" in str(e)
-        error = LLMError(f"HTTP {code}: {text}", fatal=code in FATAL or broke,
-                         transient=(code in (408, 409, 429) or code >= 500) and not broke)
-        error.retry_after = retry_after(e.response.headers)
-        return error
+        code, broke = e.status_code, "insufficient_quota" in str(e)
+        text = self.without_key(str(e))[:300]
+        again = not broke and (code in (408, 409, 429) or code >= 500)
+        pause = retry_after(e.response.headers)
+        return LLMError(f"HTTP {code}: {text}", code in FATAL or broke, again, pause)
 
     def _count(self, **more) -> None:
         with self.lock:
@@ -227,7 +236,8 @@ class Client:
     def _cache_file(self, body: dict) -> Path | None:
         if not self.cache_dir:
             return None
-        digest = hashlib.sha256(json.dumps([self.base_url, self.api, body], sort_keys=True).encode()).hexdigest()
+        question = json.dumps([self.base_url, self.api, body], sort_keys=True)
+        digest = hashlib.sha256(question.encode()).hexdigest()
         return Path(self.cache_dir) / digest[:2] / f"{digest}.json"
 
 
@@ -243,24 +253,145 @@ def retry_after(headers) -> float:
     return max(0.0, email.utils.mktime_tz(date) - time.time()) if date else 0.0
 
 
+# -------------------------------------------------------------------------------------------------- Batch API
+class Batches:
+    """Many questions at half the price, answered within a day. State is kept in `directory`, one NAME.json
+    per batch, so that a killed run finds its batches again: the name travels as the batch's metadata, and a
+    batch that was created but not yet written down is recognised by it, not paid for twice."""
+
+    def __init__(self, client: Client, directory, max_bytes: int = 190_000_000, max_requests: int = 50_000,
+                 max_open: int = 4, poll: float = 60.0):
+        self.client, self.directory, self.poll = client, Path(directory), poll
+        self.max_bytes, self.max_requests, self.max_open = max_bytes, max_requests, max_open
+        self.url = "/v1/responses" if client.api == "responses" else "/v1/chat/completions"
+        self.openai = client.openai.with_options(max_retries=client.retries)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        states = (json.loads(p.read_text()) for p in sorted(self.directory.glob("*.json")))
+        self.open = {s["name"]: s for s in states if not s["collected"]}
+        for file in self.directory.glob("*.jsonl"):
+            if file.stem not in self.open:
+                file.unlink()  # a kill left it half written
+
+    def pending(self) -> list:
+        """The tags that earlier runs asked for and nobody has collected yet."""
+        return [tag for state in self.open.values() for tag in state["tags"]]
+
+    def run(self, questions):
+        """Yield (tag, Answer or LLMError) for what is pending and for `questions`, an iterator of (tag,
+        body); a tag is any JSON value. A batch is marked as collected when its last answer has been taken. A
+        question that an expired batch left open is not yielded."""
+        import openai
+        try:
+            yield from self._run(questions)
+        except openai.OpenAIError as e:
+            raise LLMError(f"batches: {self.client.without_key(str(e))[:300]}", transient=True) from None
+
+    def _run(self, questions):
+        for state in self.open.values():
+            self._submit(state)  # one that a kill kept from being submitted
+        more = self._write(questions)
+        state = {}
+        while state is not None or self.open:
+            while state is not None and len(self.open) < self.max_open:
+                if state := next(more, None):
+                    self.open[state["name"]] = state
+                    self._submit(state)
+            finished = [s for s in self.open.values() if self._finished(s)]
+            for done in finished:
+                yield from self._results(done)
+                self._save(done | {"collected": True})
+                del self.open[done["name"]]
+            if self.open and not finished and self.client.stopped.wait(self.poll):
+                return
+
+    def _write(self, questions):
+        """Files of at most max_requests lines and max_bytes bytes; yields the state of each once it is
+        complete."""
+        questions = iter(questions)
+        waiting = next(questions, None)
+        while waiting is not None:
+            name, tags, size = f"{time.time_ns():x}", [], 0
+            with open(self.directory / f"{name}.jsonl", "wb") as f:
+                while waiting is not None:
+                    line = json.dumps({"custom_id": str(len(tags)), "method": "POST", "url": self.url,
+                                       "body": waiting[1]})
+                    if tags and (size + len(line) + 1 > self.max_bytes or len(tags) == self.max_requests):
+                        break
+                    f.write(line.encode() + b"\n")
+                    size += len(line) + 1
+                    tags.append(waiting[0])
+                    waiting = next(questions, None)
+            state = {"name": name, "tags": tags, "batch": "", "collected": False}
+            self._save(state)
+            yield state
+
+    def _save(self, state: dict) -> None:
+        write_atomic(self.directory / f"{state['name']}.json", json.dumps(state))
+
+    def _submit(self, state: dict) -> None:
+        """Upload and create, unless that has happened; then forget the file."""
+        file = self.directory / f"{state['name']}.jsonl"
+        if not state["batch"]:
+            name = {"name": state["name"]}
+            batch = next((b for b in self.openai.batches.list(limit=100) if b.metadata == name), None)
+            if not batch:
+                uploaded = self.openai.files.create(file=file, purpose="batch")
+                batch = self.openai.batches.create(completion_window="24h", endpoint=self.url,
+                                                   input_file_id=uploaded.id, metadata=name)
+            state["batch"] = batch.id
+            self._save(state)
+        file.unlink(missing_ok=True)
+
+    def _finished(self, state: dict) -> bool:
+        status = self.openai.batches.retrieve(state["batch"]).status
+        return status in ("completed", "failed", "expired", "cancelled")
+
+    def _results(self, state: dict):
+        batch = self.openai.batches.retrieve(state["batch"])
+        if batch.status == "failed":
+            problems = "; ".join(str(e.message) for e in (batch.errors and batch.errors.data) or [])
+            self._save(state | {"collected": True})  # its questions are asked again by the next run
+            raise LLMError(f"batch {batch.id} was not accepted: {problems[:300]}", fatal=True)
+        for file in filter(None, (batch.output_file_id, batch.error_file_id)):
+            for line in self.openai.files.content(file).iter_lines():
+                o = json.loads(line) if line.strip() else {"custom_id": "-1"}
+                if 0 <= int(o["custom_id"]) < len(state["tags"]):
+                    yield state["tags"][int(o["custom_id"])], self._result(o)
+
+    def _result(self, o: dict):
+        response = o.get("response") or {}
+        try:
+            if response.get("status_code") != 200:
+                problem = str(o.get("error") or response.get("body"))[:300]
+                raise ValueError(f"HTTP {response.get('status_code')}: {problem}")
+            answer = read_reply(self.client.api, response["body"])
+        except ValueError as e:
+            return LLMError(f"batch: {e}")
+        self.client._count(requests=1, **answer.usage)
+        return replace(answer, usage=answer.usage | {"batch": True})
+
+
 # --------------------------------------------------------------------------------------------------- verdicts
-def read_verdict(text: str, yes: str = "correct", no: str = "incorrect", also_no=("partially correct",)) -> bool | None:
+_LEAD = re.compile(r"^\W*((the|my|final|student's)\s+)*(verdict|judge?ment|answer)(\s+is)?\b", re.I)
+
+
+def read_verdict(text: str, yes: str = "correct", no: str = "incorrect",
+                 also_no: tuple = ("partially correct",)) -> bool | None:
     """A judge's reply -> True, False, or None where it is unclear (lessons.md 5.7, row 71).
 
-    The verdict is the whole reply, or its last line, or what follows "verdict:" there; quotes, stars and a
-    full stop do not count, nor does case. A sentence that merely contains the word is no verdict: "not
-    incorrect" -> None.
+    The verdict is the last line, or what follows "verdict:", "the answer is" there; quotes, stars, a full
+    stop and case do not count. A sentence that merely contains the word is no verdict: "not incorrect" ->
+    None.
     """
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    last = re.sub(r"(?i)^\W*(final |my )?(verdict|judge?ment|answer|conclusion|grade)( is)?\s*[:=]?", "", lines[-1]) if lines else ""
-    word = re.sub(r"[^a-z' ]+", " ", last.lower().replace("_", " "))
-    word = " ".join(word.replace("'", " ").split())
-    return True if word == yes else False if word in (no, *also_no) else None
+    lines = [line for line in text.splitlines() if line.strip()]
+    words = re.sub(r"[^a-z]+", " ", _LEAD.sub("", lines[-1]).lower()).split() if lines else []
+    verdict = " ".join(words)
+    return True if verdict == yes else False if verdict in (no, *also_no) else None
 
 
 def read_verdicts(text: str, n: int, yes: str = "done", no: str = "not done") -> list[bool | None]:
     """One verdict for each of n numbered lines (`1: done`); None where a line is missing, double or
     unclear."""
     lines = re.findall(r"^\W*(?:subtask\s+)?(\d+)\s*[:.)-]\s*(.*)$", text, re.M | re.I)
-    found = {k: [v for number, v in lines if int(number) == k] for k in range(1, n + 1)}
+    found = {k: [verdict for number, verdict in lines if int(number) == k] for k in range(1, n + 1)}
     return [read_verdict(v[0], yes, no, ()) if len(v) == 1 else None for v in found.values()]

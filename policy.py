@@ -40,7 +40,7 @@ class Sample:
 # ------------------------------------------------------------------------------------------------- the policy's log-probs
 def policy_logits(logits: torch.Tensor, T: float | torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
     """(..., V) -> (..., V) float32: logits / T, banned ids at -inf. Its softmax is the policy (PAPER-GAP 3)."""
-    return (logits.float() / T).index_fill(-1, banned, -torch.inf)
+    return (logits.float() / T).index_fill_(-1, banned, -torch.inf)
 
 
 class _FrozenHeadLogp(torch.autograd.Function):
@@ -52,18 +52,18 @@ class _FrozenHeadLogp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, h_nH, W_VH, y_n, T, banned, chunk):
-        logp, dlogp = [], []
-        for h, y in zip(h_nH.split(chunk), y_n.split(chunk)):
+        def one(h, y):                                        # a function, so that its buffers of width V are gone after it
             z = policy_logits(h @ W_VH.T, T, banned)
-            z -= z.logsumexp(-1, keepdim=True)
-            logp.append(z.gather(-1, y[:, None]).squeeze(-1))
-            if ctx.needs_input_grad[0]:
-                p = z.exp_().neg_()
-                p.scatter_add_(-1, y[:, None], torch.ones_like(y, dtype=p.dtype)[:, None])
-                dlogp.append((p.to(W_VH.dtype) @ W_VH).float() / T)
-        ctx.save_for_backward(torch.cat(dlogp) if dlogp else h_nH.new_zeros(h_nH.shape))
+            z_y, top = z.gather(-1, y[:, None]), z.amax(-1, keepdim=True)
+            e = z.sub_(top).exp_()                            # π = e / Z: the division waits until the width is H again
+            Z = e.sum(-1, keepdim=True)
+            dlogp = (W_VH[y].float() - (e.to(W_VH.dtype) @ W_VH) / Z) / T if ctx.needs_input_grad[0] else None
+            return (z_y - top - Z.log()).squeeze(-1), dlogp
+        logp, dlogp = zip(*[one(h, y) for h, y in zip(h_nH.split(chunk), y_n.split(chunk))])
         ctx.dtype = h_nH.dtype
-        return torch.cat(logp) if logp else h_nH.new_zeros(0, dtype=torch.float32)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(torch.cat(dlogp))
+        return torch.cat(logp)
 
     @staticmethod
     def backward(ctx, grad_n):
@@ -80,7 +80,7 @@ def token_logp(h_nH, W_VH, y_n, T: float, banned, chunk: int = 256) -> torch.Ten
         z = policy_logits(h @ W_VH.T, T, banned)
         return z.gather(-1, y[:, None]).squeeze(-1) - z.logsumexp(-1)
     parts = [checkpoint(one, h, y, use_reentrant=False) for h, y in zip(h_nH.split(chunk), y_n.split(chunk))]
-    return torch.cat(parts) if parts else h_nH.sum(-1).float()
+    return torch.cat(parts)
 
 
 class GumbelSampler:
@@ -254,7 +254,7 @@ class Policy:
         """Greedy decoding of the sampler's scores, with every field set that acts in greedy decoding: an unset one would come
         from the checkpoint (a repetition penalty, say)."""
         from transformers import GenerationConfig
-        return GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, min_new_tokens=0, min_length=0,
+        return GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, min_new_tokens=0,
                                 repetition_penalty=1.0, no_repeat_ngram_size=0, suppress_tokens=None, use_cache=True,
                                 begin_suppress_tokens=None, bad_words_ids=None, forced_bos_token_id=None,
                                 forced_eos_token_id=None, eos_token_id=self.inputs.stop_ids, pad_token_id=self.inputs.pad_id)

@@ -10,23 +10,29 @@ A broken browser or site is data: the episode is run again, and if it still fail
 
 episodes.jsonl, one line per episode, written by `EpisodeLog`: batch, task, site, instance (seed of the task), run, k, m,
 seed, instruction, plan, subtasks [[title, goal]], malformed, status (success | failure | max_steps | unparsable | infra),
-reward (null for infra), reason, answer, seconds, error (traceback), S_i, adv_A, adv_D (stage 3 only), first_shot,
-final_shot, steps [{shot, text (raw output), history (line), calls, point (page pixels), error, n_tokens}].
+reward (null for infra), rewards (by other rules), reason, answer, seconds, fault (kind, see browser.py; "verdict": it had
+none), retried (kinds of earlier attempts), error (traceback), details (the environment's), S_i, adv_A, adv_D (stage 3
+only), first_shot, final_shot, steps [{shot, text (raw output), history (line), calls, point (page pixels), error,
+n_tokens}]. Texts that an environment calls secret are not in it.
 """
 
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import queue
 import threading
 import time
 import traceback
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tqdm import tqdm
+
 import actions
-from browser import Session
+from browser import SITE, Session, Watchdog, redact, web_errors
 from prompts import format_plan, parse_plan
 from runtime import UserError, append_jsonl, write_atomic
 
@@ -53,6 +59,7 @@ class Environment:
     name = ""
     width, height, scale = 1280, 720, 1.0         # viewport in CSS pixels; screenshot pixels per CSS pixel
     fresh_context = True                          # False only where pages keep no state of their own
+    browser_args: list[str] = []                  # further switches of Chromium
 
     def tasks(self, split: str) -> list[Task]:
         """The tasks of a split, in order; UserError for an unknown one."""
@@ -73,6 +80,10 @@ class Environment:
     def judge(self, task: Task, session: Session, answer: str) -> Verdict:
         """The terminal reward; called once, after the last step."""
         raise NotImplementedError
+
+    def leave(self, session: Session) -> dict:
+        """The attempt at an episode is over, well or not; returns what its record should keep (`details`)."""
+        return {}
 
     def close(self) -> None:
         """Stop what the environment started."""
@@ -110,19 +121,22 @@ class Step:
 
 @dataclass
 class Episode:
-    task: Task
+    group: "Group" = field(repr=False)
     plan: Plan
     m: int
     seed: int
-    run: int = 0
-    instruction: str = ""
     steps: list[Step] = field(default_factory=list)
     status: str = "infra"
     reward: float | None = None
     reason: str = ""
     answer: str = ""
     seconds: float = 0.0
-    error: str = ""
+    error: str = ""                               # traceback of the fault that made it infra
+    fault: str = ""                               # its kind, "" where there is none
+    retried: list[str] = field(default_factory=list)  # kinds of the faults of earlier attempts
+    rewards: dict = field(default_factory=dict)   # rewards of the same episode by other rules, if a Verdict has them
+    details: dict = field(default_factory=dict)   # what the environment wants to be kept
+    secrets: set = field(default_factory=set, repr=False)  # texts that no file may hold
     final_png: bytes | None = None
 
 
@@ -153,10 +167,18 @@ class RolloutConfig:
     max_tokens_D: int = 512                       # new tokens of a plan
     max_tokens_A: int = 512                       # new tokens of an action
     retries: int = 2                              # further attempts at an episode that the browser or site broke
-    call_timeout: float = 15.0                    # s, any single browser call
+    retry_wait: float = 1.0                       # s before the next attempt at a site that is down, then twice as long
+    call_timeout: float = 15.0                    # s, any single browser call, also a navigation
+    open_timeout: float = 120.0                   # s, opening a task's start page, or judging an episode
+    deadline: float = 600.0                       # s, one attempt at an episode with everything in it
     settle: float = 3.0                           # s, longest wait for a page to become quiet after an action
-    quiet: float = 0.0                            # s without a change of the page that count as quiet
+    quiet: float = 0.0                            # s without a change of the page that count as quiet, beside two frames
+    fixed_wait: float = 0.0                       # s, if positive: wait as long after every action instead, as ScaleCUA does
+    extra_origins: str = ""                       # further addresses, with commas, that pages may go to; * for all
+    recycle: int = 200                            # a new browser after as many episodes
+    memory: float = 2000.0                        # MB that the processes of one browser may take
     max_batch: int = 64                           # requests answered by one forward pass
+    cpu_threads: int = 1                          # torch's threads where the models run on the CPU: browsers need the rest
     coordinates: str = "image"                    # the actor's coordinates: pixels of the resized image, or "page"
 
 
@@ -179,15 +201,15 @@ class Agent:
     def __init__(self, prompts, cfg: RolloutConfig, ask):
         self.prompts, self.cfg, self.ask = prompts, cfg, ask
 
-    def plan(self, instruction: str, png: bytes, k: int, seed: int):
-        """Eq. 1: d ~ π_D(· | x, o_0). Returns a Future of the sample."""
+    def plan(self, instruction: str, png: bytes, k: int, seed: int) -> Future:
+        """Eq. 1: d ~ π_D(· | x, o_0)."""
         system, user = self.prompts.decomposer(instruction)
         return self.ask(Request("decomposer", system, user, png, seed, self.cfg.temperature_D, self.cfg.max_tokens_D))
 
-    def act(self, instruction: str, png: bytes, history: list[str], plan: str, seed: int):
+    def act(self, instruction: str, png: bytes, history: list[str], plan: str, seed: int) -> Future:
         """Eq. 2: a_t ~ π_A(· | x, o_t, h_t, d)."""
         system, user = self.prompts.actor(instruction, history, plan)
-        return self.ask(Request("actor", system, user, png, seed, self.cfg.temperature_A, self.cfg.max_tokens_A)).result()
+        return self.ask(Request("actor", system, user, png, seed, self.cfg.temperature_A, self.cfg.max_tokens_A))
 
 
 def read_plan(k: int, sample) -> Plan:
@@ -199,27 +221,21 @@ def read_plan(k: int, sample) -> Plan:
 
 def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
     """One complete episode τ_ij, from the start page to its terminal reward; fills in `episode`."""
-    from playwright.sync_api import Error
     cfg, history, unparsable = agent.cfg, [], 0
     episode.steps, episode.status = [], "max_steps"
-    episode.instruction = session.open(episode.task)
+    instruction = session.open(episode.group.task)
+    session.settle()
     for t in range(cfg.max_steps):
-        session.settle()
         png = session.screenshot()
-        sample = agent.act(episode.instruction, png, history, episode.plan.text, request_seed(episode.seed, t))
+        sample = session.answer(agent.act(instruction, png, history, episode.plan.text, request_seed(episode.seed, t)))
         action = actions.parse(sample.text)
         step = Step(png, sample, error=action.error)
         episode.steps.append(step)
         if not action.error:
-            size = sample.image_size if cfg.coordinates == "image" else (session.env.width, session.env.height)
-            step.calls = tuple(actions.rescale(c, size, (session.env.width, session.env.height)) for c in action.calls)
-            for call in step.calls:
-                if actions.is_final(call):
-                    break
-                try:
-                    actions.perform(call, session.page, actions.ActionSettings(timeout=cfg.call_timeout))
-                except (actions.ActionError, PermissionError) as e:
-                    step.error = str(e)
+            page_size = session.env.width, session.env.height
+            seen = sample.image_size if cfg.coordinates == "image" else page_size
+            step.calls = tuple(actions.rescale(c, seen, page_size) for c in action.calls)
+            carry_out(session, step, cfg)
         step.line = history_line(action, step.error, session.notes)
         session.notes.clear()
         history.append(step.line)
@@ -227,18 +243,30 @@ def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
         if unparsable == 3:
             episode.status = "unparsable"
             break
-        if any(map(actions.is_final, step.calls)) or session.env.done(session):
+        if any(map(actions.is_final, step.calls)) or session.asked(session.env.done):
             episode.status = "failure"
             break
-    with contextlib.suppress(Error):              # for the eye only: never worth an episode
-        episode.final_png = session.screenshot()
+    episode.final_png = session.screenshot()
     episode.answer = actions.answer([c for s in episode.steps for c in s.calls])
-    verdict = session.env.judge(episode.task, session, episode.answer)
+    verdict = session.asked(lambda session: session.env.judge(episode.group.task, session, episode.answer))
     episode.reward, episode.reason = verdict.reward, verdict.reason
+    episode.rewards = getattr(verdict, "rewards", {})
     if verdict.reward is None:
-        episode.status = "infra"
+        episode.status, episode.fault = "infra", "verdict"
     elif verdict.reward == 1:
         episode.status = "success"
+
+
+def carry_out(session: Session, step: Step, cfg: RolloutConfig) -> None:
+    """The calls of a step up to a final one, each with the wait for its consequences."""
+    for call in step.calls:
+        if actions.is_final(call):
+            return
+        try:
+            session.perform(call, actions.ActionSettings(timeout=cfg.call_timeout))
+        except actions.ActionError as e:
+            step.error = str(e)
+        session.settle()
 
 
 def history_line(action, error: str, notes: list[str]) -> str:
@@ -252,38 +280,52 @@ class Pool:
     """`threads` browsers that run episodes; `run` answers their requests with the given models until all are done."""
 
     def __init__(self, env: Environment, prompts, cfg: RolloutConfig):
-        self.env, self.cfg = env, cfg
-        self.inbox = queue.SimpleQueue()          # Requests with their Future, finished Episodes, exceptions
-        self.jobs = queue.SimpleQueue()
+        self.env, self.cfg, self.watchdog = env, cfg, Watchdog(cfg.memory)
+        self.inbox = queue.SimpleQueue()          # (Request, Future), finished Episodes, exceptions
+        self.jobs = queue.PriorityQueue()         # (urgency, number, job): episodes of open tasks go before further tasks
+        self.numbers, self.closing = itertools.count(), threading.Event()
+        self.waiting, self.live = set(), set()    # Futures without an answer; Episodes under way
         self.agent = Agent(prompts, cfg, self._ask)
-        self.threads = [threading.Thread(target=self._work, daemon=True, name=f"browser-{i}") for i in range(cfg.threads)]
+        self.sessions = [Session(env, cfg, self.watchdog) for _ in range(cfg.threads)]
+        self.threads = [threading.Thread(target=self._work, args=(session,), daemon=True, name=f"browser-{i}")
+                        for i, session in enumerate(self.sessions)]
         for t in self.threads:
             t.start()
 
-    def run(self, tasks: list[Task], K: int, M: int, seed, models: dict, use_plan=True, runs=(0,), progress=None):
-        """K plans for every task, M episodes for every plan; returns one Group per (task, run), in order.
+    def run(self, tasks: list[Task], K: int, M: int, seed, models: dict, use_plan=True, runs=(0,), bar=""):
+        """K plans for every task, M episodes for every plan; yields each (task, run)'s Group once it is complete.
 
         `models` maps a role to a function from a list of Requests to the list of their Samples. Requests' seeds come
-        from (seed, task, run, k, m, step) alone. Without `use_plan` there is one empty plan and no decomposer.
+        from (seed, task, run, k, m, step) alone. Without `use_plan` there is one empty plan and no decomposer. `bar`
+        names the progress bar; "" for none.
         """
+        K = K if use_plan else 1
         groups = [Group(task, run) for task in tasks for run in runs]
         for group in groups:
-            self.jobs.put(lambda session, g=group: self._open(session, g, K if use_plan else 1, M, seed, use_plan))
-        waiting = len(groups) * (K if use_plan else 1) * M
-        while waiting:
-            requests = self._gather()
-            finished = [e for e in requests if isinstance(e, Episode)]
-            waiting -= len(finished)
-            for episode in finished if progress else ():
-                progress(episode)
-            asked = [r for r in requests if not isinstance(r, Episode)]
-            for role in ("decomposer", "actor"):
-                mine = [(q, f) for q, f in asked if q.role == role]
-                for i in range(0, len(mine), self.cfg.max_batch):
-                    part = mine[i:i + self.cfg.max_batch]
-                    for (_, future), sample in zip(part, models[role]([q for q, _ in part])):
-                        future.set_result(sample)
-        return groups
+            self._put(1, lambda session, g=group: self._open(session, g, K, M, seed, use_plan))
+        left = {id(g): K * M for g in groups}
+        with Progress(len(groups) * K * M, bar, self.live) as progress:
+            while left:
+                got = self._gather()
+                for episode in (e for e in got if isinstance(e, Episode)):
+                    progress.count(episode)
+                    left[id(episode.group)] -= 1
+                    if not left[id(episode.group)]:
+                        del left[id(episode.group)]
+                        yield episode.group
+                for role, answer in models.items():
+                    self._answer([g for g in got if isinstance(g, tuple) and g[0].role == role], answer)
+
+    def _answer(self, asked: list[tuple], answer) -> None:
+        """One forward pass for up to max_batch requests at a time."""
+        for i in range(0, len(asked), self.cfg.max_batch):
+            part = asked[i:i + self.cfg.max_batch]
+            for (_, future), sample in zip(part, answer([request for request, _ in part]), strict=True):
+                self.waiting.discard(future)
+                future.set_result(sample)
+
+    def _put(self, urgency: int, job) -> None:
+        self.jobs.put((urgency, next(self.numbers), job))
 
     def _gather(self) -> list:
         """Block for one message, then take all that have arrived. An exception from a thread ends the run here."""
@@ -296,6 +338,7 @@ class Pool:
 
     def _ask(self, request: Request) -> Future:
         future = Future()
+        self.waiting.add(future)
         self.inbox.put((request, future))
         return future
 
@@ -306,63 +349,114 @@ class Pool:
             session.settle()
             group.png = session.screenshot()
         key = (seed, group.task.id, group.task.seed, group.run)
-        error = self._attempt(session, look)
-        group.plans = [Plan(0)] if not use_plan else [Plan(k) for k in range(K)]
+        kinds, error, _ = self._attempt(session, look)
+        group.plans = [Plan(k) for k in range(K)]
         if use_plan and not error:
             asked = [self.agent.plan(group.instruction, group.png, k, request_seed(*key, k)) for k in range(K)]
-            group.plans = [read_plan(k, f.result()) for k, f in enumerate(asked)]
-        group.episodes = [[Episode(group.task, plan, m, request_seed(*key, plan.k, m), group.run, group.instruction,
-                                   error=error) for m in range(M)] for plan in group.plans]
+            group.plans = [read_plan(k, session.answer(f)) for k, f in enumerate(asked)]
+        group.episodes = [[Episode(group, plan, m, request_seed(*key, plan.k, m), error=error, secrets=session.secrets,
+                                   fault=kinds[-1] if error else "") for m in range(M)] for plan in group.plans]
+        group.episodes[0][0].retried = kinds[:-1] if error else kinds
         for episode in (e for row in group.episodes for e in row):
             if error:
                 self.inbox.put(episode)
             else:
-                self.jobs.put(lambda session, e=episode: self._episode(session, e))
+                self._put(0, lambda session, e=episode: self._episode(session, e))
 
     def _episode(self, session: Session, episode: Episode) -> None:
         start = time.monotonic()
-        error = self._attempt(session, lambda: run_episode(session, self.agent, episode))
-        episode.seconds, episode.error = time.monotonic() - start, error
-        if error:
-            episode.status, episode.reward = "infra", None
+        self.live.add(id(episode))
+        kinds, episode.error, episode.details = self._attempt(session, lambda: run_episode(session, self.agent, episode))
+        self.live.discard(id(episode))
+        episode.seconds, episode.secrets = time.monotonic() - start, session.secrets
+        if episode.error:
+            episode.status, episode.reward, episode.fault = "infra", None, kinds.pop()
+        episode.retried += kinds
         self.inbox.put(episode)
 
-    def _attempt(self, session: Session, work) -> str:
-        """Run `work`, again in a new browser when the browser or the site broke it; the last traceback, or ""."""
-        from playwright.sync_api import Error
-        error = ""
-        for _ in range(1 + self.cfg.retries):
+    def _attempt(self, session: Session, work) -> tuple[list[str], str, dict]:
+        """Run `work`, again when the browser or the site broke it: kinds of the faults, last traceback or "", details."""
+        kinds, error, details = [], "", {}
+        for attempt in range(1 + self.cfg.retries):
+            session.deadline = time.monotonic() + self.cfg.deadline
             try:
                 work()
-                return ""
-            except (Error, OSError):              # Playwright's own errors, and the loopback's
+                return kinds, "", details | self.env.leave(session)
+            except web_errors() as e:
+                kinds.append(session.fault(e))
                 error = traceback.format_exc()
+            finally:
+                session.deadline = float("inf")
+            details = self.env.leave(session)
+            session.spoiled = True
+            if kinds[-1] not in SITE:
                 session.stop()
-        return error
+            elif attempt < self.cfg.retries:
+                self.closing.wait(self.cfg.retry_wait * 2 ** attempt)
+            if kinds[-1] == "deadline" or self.closing.is_set():
+                break
+        return kinds, error, details
 
-    def _work(self):
-        session = Session(self.env, self.cfg)
+    def _work(self, session: Session):
         try:
-            while (job := self.jobs.get()) is not None:
+            while (job := self.jobs.get()[-1]) is not None and not self.closing.is_set():
+                start = time.monotonic()
                 job(session)
+                session.spent["busy"] += time.monotonic() - start
         except BaseException as e:                # not the web's fault: the calling thread raises it
-            self.inbox.put(e)
+            if not self.closing.is_set():
+                self.inbox.put(e)
         finally:
             session.stop()
 
     def close(self) -> None:
-        """End all browsers; returns within 15 s."""
+        """End all browsers; returns within 15 s whatever the pages do."""
+        self.closing.set()
         for _ in self.threads:
-            self.jobs.put(None)
-        deadline = time.monotonic() + 15
-        for t in self.threads:
-            t.join(max(0.0, deadline - time.monotonic()))
+            self._put(-1, None)
+        for future in list(self.waiting):
+            future.cancel()
+        start = time.monotonic()
+        for patience in (2, 5, 8, 11, 14):        # s; a page that is busy is not waited for
+            for t in self.threads:
+                t.join(max(0.0, start + patience - time.monotonic()))
+            for session, thread in zip(self.sessions, self.threads):
+                if thread.is_alive():
+                    session.kill("closed")
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.close()
+
+
+class Progress:
+    """Episodes done, live, successful, lost to infrastructure, and steps per second, where a person waits."""
+
+    def __init__(self, total: int, name: str, live: set):
+        self.bar = tqdm(total=total, desc=name, unit="episode", disable=not name, leave=False)
+        self.live, self.success, self.infra, self.steps, self.start = live, 0, 0, 0, time.monotonic()
+
+    def count(self, episode: Episode) -> None:
+        self.success += episode.status == "success"
+        self.infra += episode.status == "infra"
+        self.steps += len(episode.steps)
+        self.bar.update()
+        self.bar.set_postfix(live=len(self.live), success=self.success, infra=self.infra,
+                             steps_per_s=f"{self.steps / (time.monotonic() - self.start):.1f}", refresh=False)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.bar.close()
+
+
+def fault_counts(episodes: list[Episode]) -> dict[str, int]:
+    """How often each kind of fault cost an episode (`infra_KIND`) or an attempt at one (`retried_KIND`)."""
+    kinds = [f"infra_{e.fault}" for e in episodes if e.fault] + [f"retried_{k}" for e in episodes for k in e.retried]
+    return dict(sorted(Counter(kinds).items()))
 
 
 # ------------------------------------------------------------------------------------------------------------ the log
@@ -380,14 +474,18 @@ class EpisodeLog:
             for g, group in enumerate(groups) for row in group.episodes for e in row])
 
     def line(self, e: Episode, batch: int) -> dict:
-        return {"batch": batch, "task": e.task.id, "site": e.task.site, "instance": e.task.seed, "run": e.run, "k": e.plan.k,
-                "m": e.m, "seed": e.seed, "instruction": e.instruction, "plan": e.plan.text,
-                "subtasks": [[g.title, g.goal] for g in e.plan.subtasks], "malformed": e.plan.malformed, "status": e.status,
-                "reward": e.reward, "reason": e.reason, "answer": e.answer, "seconds": round(e.seconds, 3), "error": e.error,
-                "first_shot": self.shot(e.steps[0].png) if e.steps else None, "final_shot": self.shot(e.final_png),
+        task = e.group.task
+        line = {"batch": batch, "task": task.id, "site": task.site, "instance": task.seed, "run": e.group.run, "k": e.plan.k,
+                "m": e.m, "seed": e.seed, "instruction": e.group.instruction, "plan": e.plan.text,
+                "subtasks": [[g.title, g.goal] for g in e.plan.subtasks], "malformed": e.plan.malformed,
+                "status": e.status, "reward": e.reward, "rewards": e.rewards, "reason": e.reason, "answer": e.answer,
+                "seconds": round(e.seconds, 3), "fault": e.fault, "retried": e.retried, "error": e.error,
+                "details": e.details, "first_shot": self.shot(e.steps[0].png) if e.steps else None,
+                "final_shot": self.shot(e.final_png),
                 "steps": [{"shot": self.shot(s.png), "text": s.sample.text, "history": s.line, "error": s.error,
                            "calls": [actions.format_call(c) for c in s.calls], "point": point(s.calls),
                            "n_tokens": len(s.sample.response_ids)} for s in e.steps]}
+        return redact(line, e.secrets)
 
     def shot(self, png: bytes | None) -> str | None:
         """Store a screenshot under its hash; the name relative to the directory."""

@@ -1,8 +1,8 @@
 """Stage 2: supervised fine-tuning of one role (sections 3.3, 4.3; Eqs. 3 and 4).
 
     python sft.py --preset demo --role decomposer          # CPU, tiny model: about a minute; the actor takes about five
-    torchrun --nproc_per_node=8 sft.py --role decomposer --model QWEN --data META.json --decompositions D.jsonl
-    torchrun --nproc_per_node=8 sft.py --role actor --model QWEN --data META.json --decompositions D.jsonl
+    torchrun --nproc_per_node=8 sft.py --role decomposer --model QWEN --meta META.json --decompositions D.jsonl
+    torchrun --nproc_per_node=8 sft.py --role actor --model QWEN --meta META.json --decompositions D.jsonl
     --use_plan false trains the actor without subtasks, which two rows of table 2 start from
 
 In:  GUI records in ScaleCUA's form (formats: trajectories.py) and the decompositions.jsonl of stage 1.
@@ -40,7 +40,7 @@ from runtime import (UserError, append_jsonl, atomic_directory, drop_old_checkpo
 class Config:
     role: str                            # decomposer or actor
     model: str = "Qwen2.5-VL-7B-Instruct"  # checkpoint directory to start from, sec. 3.3
-    data: str = "meta.json"              # ScaleCUA meta file, or several separated by commas
+    meta: str = "meta.json"              # ScaleCUA meta file, or several separated by commas
     decompositions: str = "decompositions.jsonl"  # stage 1's output
     run: str = "runs/sft_{role}"         # run directory; the same one again goes on where it stopped
     prompts: str = ""                    # JSON file that replaces texts of prompts.py
@@ -86,7 +86,7 @@ class Example:
 def examples(cfg: Config) -> list[Example]:
     """All examples of the role, in file order. Raises UserError when there is nothing to learn from."""
     prompts = load_prompts(cfg.prompts)
-    records = list(trajectories.read_records(cfg.data, repeat=cfg.role == "actor"))
+    records = list(trajectories.read_records(cfg.meta, repeat=cfg.role == "actor"))
     plans = {}
     if cfg.use_plan:
         plans = {id: format_plan([Subtask(*s) for s in subtasks])
@@ -99,7 +99,7 @@ def examples(cfg: Config) -> list[Example]:
     else:
         out = [Example(*prompts.decomposer(t.instruction), t.steps[0].image, plan=plans[t.id]) for t in planned]
     if not out:
-        raise UserError(f"no examples for the {cfg.role}: {cfg.data} and {cfg.decompositions} have no trajectory in common; "
+        raise UserError(f"no examples for the {cfg.role}: {cfg.meta} and {cfg.decompositions} have no trajectory in common; "
                         f"run annotate.py on this data first")
     return out
 

@@ -3,4 +3,5 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 ./setup.sh
+export OMP_WAIT_POLICY=passive  # idle torch threads sleep instead of taking the cores from the browsers
 exec .venv/bin/python -m pytest "$@"

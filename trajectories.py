@@ -127,12 +127,12 @@ class Entry:
     platform: str
 
 
-def read_meta(paths: str | Iterable) -> list[Entry]:
+def read_meta(paths: str | Path | Iterable) -> list[Entry]:
     """Meta files (comma-separated, or a list) -> data sets. A path inside is taken from here, else from the
     meta file. Raises UserError for a file that is missing or not of that form."""
     entries = []
-    for path in (paths.split(",") if isinstance(paths, str) else map(str, paths)):
-        path = Path(path.strip())
+    for path in str(paths).split(",") if isinstance(paths, (str, Path)) else paths:
+        path = Path(str(path).strip())
         try:
             meta = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as e:
@@ -272,9 +272,10 @@ def fractions(call: actions.Call, width: int, height: int, quarantine: Quarantin
     """The call with its coordinates in 0-1, four decimals. They may be given in pixels (a number above 2, as
     moveTo's are in places) or lie slightly outside, which is clamped. Raises ValueError for a point outside
     the image."""
-    values = [v for point in actions.coordinates(call) for v in point]
-    size = (width, height) if values and max(values) > 2 else (1, 1)
-    relative = [v / s for point in actions.coordinates(call) for v, s in zip(point, size)]
+    given = actions.coordinates(call)
+    values = [(v, axis) for p, numbers in given.items() for v, axis in zip(numbers, actions.AXES[p])]
+    size = (width, height) if max(values, default=(0, 0))[0] > 2 else (1, 1)
+    relative = [v / size[axis] for v, axis in values]
     if not values:
         return call
     if min(relative) < -0.05 or max(relative) > 1.05:

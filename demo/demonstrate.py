@@ -1,18 +1,18 @@
-"""Scripted demonstrations of MiniWoB++ tasks in real Chromium, in ScaleCUA's record format: the demo's training data.
+"""Scripted demonstrations of MiniWoB++ tasks in real Chromium, in ScaleCUA's record format.
 
     python demo/demonstrate.py --out runs/demo/trajectories              # about a minute on two cores
 
-The demonstrator is good but not perfect, as people are; what is wrong with it is written down here, on purpose:
-- Habits of planning (`HABITS`): on some tasks it usually sets out with a wrong plan, and carries that out faithfully.
-  A decomposer trained on its demonstrations learns the habit, greedy decoding included.
-- Slips of execution (`slips`): now and then a click lands on the neighbour of what it was meant for. An actor trained on
-  them sometimes slips too, whatever the plan.
+The demonstrator is good but not perfect, as people are; what is wrong with it is written down here:
+- Habits of planning (`HABITS`): on some tasks it usually sets out with a wrong plan, and carries that out
+  faithfully. A decomposer trained on its demonstrations learns the habit, greedy decoding included.
+- Slips of execution (`slips`): now and then a click lands on the neighbour of what it was meant for. An actor
+  trained on them sometimes slips too, whatever the plan.
 Joint RL has to repair the first in the decomposer and the second in the actor.
 
-Outputs: {out}/meta.json, annotations.jsonl (one line per step) and NAME/images/STEP.png (one directory per trajectory),
-as ScaleCUA publishes them; demonstrator.jsonl, one line per trajectory, is what the demonstrator had in mind, from
-which demo/teacher.py answers: {"id", "task", "subtasks": [{"title", "goal"}], "operations": [...], "unnecessary": "",
-"page", "seed", "wrong_plan": bool, "slipped": bool, "reward": float}.
+Outputs: {out}/meta.json, annotations.jsonl (one line per step) and NAME/images/STEP.png (one directory per
+trajectory), as ScaleCUA publishes them; demonstrator.jsonl, one line per trajectory, is what the demonstrator
+had in mind, from which demo/teacher.py answers: {"id", "task", "subtasks": [{"title", "goal"}], "operations":
+[...], "unnecessary": "", "page", "seed", "wrong_plan": bool, "slipped": bool, "reward": float}.
 """
 
 import json
@@ -30,7 +30,7 @@ from env_miniwob import MiniWob  # noqa: E402
 from rollout import RolloutConfig  # noqa: E402
 
 # Share of the demonstrations of a page that follow its wrong plan (where it differs from the right one).
-HABITS = {"choose-date-easy": 0.62, "grid-coordinate": 0.62, "use-spinner": 0.62, "click-tab": 0.0}
+HABITS = {"choose-date-easy": 0.6, "grid-coordinate": 0.6, "use-spinner": 0.6, "click-tab": 0.0}
 ASK = "<image>\nPlease generate the next move according to the UI screenshot, task and previous operations."
 
 
@@ -46,14 +46,14 @@ class Config:
 
 @dataclass(frozen=True)
 class Move:
-    """One intended step: what it is for, the element to click (a Playwright selector), the elements a slip may hit."""
+    """One intended step: what it is for, the element to click (Playwright selector), what a slip may hit."""
     operation: str
     target: str = ""  # "" ends the episode
     near: tuple = ()
     clicks: int = 1
 
 
-# ---------------------------------------------------------------------------------------------------------- the four pages
+# -------------------------------------------------------------------------------------------- the four pages
 def choose_date(instruction: str, wrong: bool):
     """Open the calendar, pick the day, press Submit. Habit: believes that picking the day is enough."""
     day = int(re.search(r"/(\d+)/", instruction)[1])
@@ -74,7 +74,8 @@ def grid(instruction: str, wrong: bool):
 
     def point(x, y):
         return f"circle[id='({x},{y})']"
-    near = tuple(point(x + a, y + b) for a, b in ((-1, 0), (1, 0), (0, -1), (0, 1)) if abs(x + a) < 3 and abs(y + b) < 3)
+    around = ((x - 1, y), (x + 1, y), (x, y - 1), (x, y + 1))
+    near = tuple(point(a, b) for a, b in around if abs(a) < 3 and abs(b) < 3)
     return [("Click", f"point ({x},{y})")], [Move(f"Click point ({x},{y})", point(x, y), near)]
 
 
@@ -97,23 +98,24 @@ def tab(instruction: str, wrong: bool):
 
     def head(k):
         return f"a[href='#tabs-{k}']"
-    return [("Click", f"tab {n}")], [Move(f"Click tab {n}", head(n), tuple(head(k) for k in (1, 2, 3) if k != n))]
+    near = tuple(head(k) for k in (1, 2, 3) if k != n)
+    return [("Click", f"tab {n}")], [Move(f"Click tab {n}", head(n), near)]
 
 
 EXPERTS = {"choose-date-easy": choose_date, "grid-coordinate": grid, "use-spinner": spinner, "click-tab": tab}
 
 
-# ---------------------------------------------------------------------------------------------------------- demonstrations
+# -------------------------------------------------------------------------------------------- demonstrations
 def demonstrate(session: Session, task, name: str, cfg: Config) -> tuple[list[dict], dict]:
-    """One trajectory: its records (one per step) and what the demonstrator had in mind. Images are written."""
+    """One trajectory: its records (one per step) and what the demonstrator had in mind; writes the images."""
     page, dice = task.data["page"], random.Random(f"{cfg.seed} {task.id}")
     instruction = session.open(task)
     wrong, records, history = follows_habit(task, cfg.seed), [], []
     plan, moves = EXPERTS[page](instruction, wrong)
     slipped = False
     for move in [*moves, Move("All done")]:
-        if session.env.done(session):
-            break
+        if move.target and session.env.done(session):
+            continue  # the page ended early, after a slip: only the last word is left to say
         session.settle()
         image = f"{name}/images/{len(records)}.png"
         runtime.write_atomic(Path(cfg.out) / image, session.screenshot())
@@ -136,7 +138,7 @@ def demonstrate(session: Session, task, name: str, cfg: Config) -> tuple[list[di
 
 
 def follows_habit(task, seed: int) -> bool:
-    """Whether this demonstration sets out with the wrong plan: of any n in a row, HABITS[page] * n do, give or take one."""
+    """Whether this demonstration sets out with the wrong plan: of any n in a row n * HABITS[page] do, +-1."""
     share, i = HABITS[task.data["page"]], task.seed + seed
     return int((i + 1) * share) > int(i * share)
 
@@ -161,7 +163,7 @@ def main(cfg: Config) -> None:
     pages = [p.strip() for p in cfg.pages.split(",")]
     if unknown := [p for p in pages if p not in EXPERTS]:
         raise runtime.UserError(f"no scripted expert for {unknown[0]}; --pages takes {', '.join(EXPERTS)}")
-    env = MiniWob(cfg.pages, tasks_per_page=-(-cfg.n // len(pages)))
+    env = MiniWob(cfg.pages, instances=-(-cfg.n // len(pages)))
     tasks = list(enumerate(env.tasks("demonstrations")[:cfg.n]))
     done, failed = {}, []
 
@@ -187,8 +189,9 @@ def main(cfg: Config) -> None:
     runtime.write_atomic(out / "annotations.jsonl", "".join(json.dumps(r) + "\n" for r in steps))
     runtime.write_atomic(out / "demonstrator.jsonl", "".join(json.dumps(m) + "\n" for m in minds))
     runtime.write_atomic(out / "meta.json", json.dumps({"miniwob_scripted": {
-        "root": str(out), "annotation": str(out / "annotations.jsonl"), "conv_style": "internvl2_5_web_navigation_v1",
-        "data_augment": False, "repeat_time": 1, "length": len(steps)}}, indent=1) + "\n")
+        "root": str(out), "annotation": str(out / "annotations.jsonl"), "data_augment": False,
+        "conv_style": "internvl2_5_web_navigation_v1", "repeat_time": 1, "length": len(steps)}},
+        indent=1) + "\n")
     report(minds, len(steps))
 
 
@@ -199,7 +202,7 @@ def report(minds: list[dict], n_steps: int) -> None:
         mine = [m for m in minds if m["page"] == page]
         wrong, slipped, success = (sum(map(key, mine)) / len(mine) for key in (
             lambda m: m["wrong_plan"], lambda m: m["slipped"], lambda m: m["reward"]))
-        print(f"  {page:18} n {len(mine):4}  wrong plan {wrong:.2f}  slipped {slipped:.2f}  success {success:.2f}")
+        print(f"  {page:18} n {len(mine):4}  wrong plan {wrong:.2f}  slip {slipped:.2f}  done {success:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Build the embedded demo's model: a random Qwen2.5-VL of about two million parameters with its own tokenizer.
+"""Build the embedded demo's model: a random Qwen2.5-VL of a good million parameters with its own tokenizer.
 
     python demo/tiny_model.py --out runs/demo/model --texts demo/prompts.json,runs/demo/trajectories
 
 The directory is an ordinary checkpoint: `Qwen2_5_VLForConditionalGeneration`, `AutoTokenizer` and
-`Qwen2VLImageProcessorPil` load it with from_pretrained, and nothing else in the project knows that it is small. The
-architecture, the special tokens and the chat template are Qwen2.5-VL's, so what runs on this model runs on the 7B.
+`Qwen2VLImageProcessorPil` load it with from_pretrained, and nothing else in the project knows that it is
+small. Architecture, special tokens and chat template are Qwen2.5-VL's, so what runs on it runs on the 7B.
 
-The tokenizer makes one token of every whole number up to `max_number` and of every word that the texts repeat, and
-falls back to bytes, so it encodes any text and decodes it exactly. One second; the same seed gives the same files.
+The tokenizer makes one token of every whole number up to `max_number` and of every word that the texts
+repeat, and falls back to bytes: it encodes any text and decodes it exactly. Ten seconds; the same seed gives
+the same files.
 """
 
 import json
@@ -21,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import runtime  # noqa: E402  (the project root is not a package)
 
 # H hidden size, V vocabulary
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-           "<|video_pad|>")
-# Literal pieces of every response that are always predicted together; as one token they cost one decoding step.
-PHRASES = ("<operation>\n", "\n</operation>\n<action>\n", "\n</action>", "click(x=", ", y=", ", clicks=", "terminate(status='success')",
-           "system\n", "user\n", "assistant\n")
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+           "<|image_pad|>", "<|video_pad|>")
+# Pieces of every response that are always predicted together; as one token they cost one decoding step.
+PHRASES = ("<operation>\n", "\n</operation>\n<action>\n", "\n</action>", "click(x=", ", y=", ", clicks=",
+           "terminate(status='success')", "system\n", "user\n", "assistant\n")
 WORDS = r" ?\p{L}+|-?\d+|\n+| +|[^\s\p{L}\d]|\s+"
 CHAT_TEMPLATE = """\
 {%- if messages[0].role != 'system' -%}
@@ -55,10 +56,11 @@ You are a helpful assistant.<|im_end|>
 @dataclass
 class Config:
     out: str = "runs/demo/model"  # directory to write
-    texts: str = "demo/prompts.json"  # comma-separated files or directories (.json, .jsonl, .txt) that give the words
+    texts: str = "demo/prompts.json"  # comma-separated .json, .jsonl, .txt files or directories
     seed: int = 0  # of the random weights
     hidden: int = 128  # H, width of the language model
     layers: int = 4  # of the language model
+    init_std: float = 0.08  # of every random matrix: about 1 / sqrt(H); at the usual 0.02 copying takes ages
     vision_hidden: int = 64  # width of the vision tower
     vision_layers: int = 2  # of the vision tower
     vocabulary: int = 2048  # V, at most this many tokens
@@ -67,21 +69,21 @@ class Config:
     max_pixels: int = 16500  # upper limit: a 160x210 page becomes 112x140 pixels = 20 image tokens
 
 
-# -------------------------------------------------------------------------------------------------------------- tokenizer
+# -------------------------------------------------------------------------------------------------- tokenizer
 def collect_texts(paths: str) -> list[str]:
     """Every string inside the named JSON, JSONL and text files; a directory stands for all of those in it."""
     found = []
     for name in filter(None, paths.split(",")):
         root = Path(name)
         if not root.exists():
-            raise runtime.UserError(f"--texts names {root}, which does not exist; run demo/demonstrate.py first")
-        files = sorted(p for p in root.rglob("*") if p.suffix in (".json", ".jsonl", ".txt")) if root.is_dir() else [root]
-        for file in files:
+            raise runtime.UserError(f"--texts names {root}, which is missing; run demo/demonstrate.py first")
+        for file in sorted(root.rglob("*")) if root.is_dir() else [root]:
             if file.suffix == ".jsonl":
                 found += [s for line in runtime.read_jsonl(file) for s in _strings(line)]
-            else:
-                text = file.read_text()
-                found += _strings(json.loads(text)) if file.suffix == ".json" else [text]
+            elif file.suffix == ".json":
+                found += _strings(json.loads(file.read_text()))
+            elif file.suffix == ".txt":
+                found.append(file.read_text())
     return found
 
 
@@ -96,8 +98,8 @@ def _strings(value) -> list[str]:
 def build_tokenizer(texts: list[str], vocabulary: int, max_number: int):
     """texts -> a PreTrainedTokenizerFast with at most `vocabulary` tokens, special tokens included.
 
-    A byte-level BPE without merges: a piece of text that is in the vocabulary is one token (`ignore_merges`), any other
-    falls apart into its bytes. Encoding any text and decoding it gives the same text.
+    A byte-level BPE without merges: a piece of text that is in the vocabulary is one token (`ignore_merges`),
+    any other falls apart into its bytes. Encoding any text and decoding it gives the same text.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -118,36 +120,42 @@ def build_tokenizer(texts: list[str], vocabulary: int, max_number: int):
     add(word for word, n in sorted(counts.items(), key=lambda wn: (-wn[1], wn[0])) if n >= 2)
     room = vocabulary - len(SPECIAL)
     if room < 256 + max_number:
-        raise runtime.UserError(f"--vocabulary {vocabulary} is too small for {max_number} numbers; give 1024 or more")
+        raise runtime.UserError(f"--vocabulary {vocabulary} is too small for {max_number} numbers; try 1024")
     tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(pieces[:room])}, [], ignore_merges=True))
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIAL])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
-                                   chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False,
-                                   model_input_names=["input_ids", "attention_mask"], padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False, padding_side="left",
+        model_input_names=["input_ids", "attention_mask"])
 
 
-# ------------------------------------------------------------------------------------------------------------------ model
+# ------------------------------------------------------------------------------------------------------ model
 def model_config(cfg: Config, tokenizer):
-    """Every dimension and token id is given: the defaults of Qwen2_5_VLConfig are the 7B's and belong to another vocabulary."""
+    """Every dimension and token id is given: Qwen2_5_VLConfig's defaults are those of other sizes."""
     from transformers import Qwen2_5_VLConfig
     ids = {s: tokenizer.convert_tokens_to_ids(s) for s in SPECIAL}
-    ends = {"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"], "pad_token_id": ids["<|endoftext|>"]}
-    head = 32
+    ends = {"bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"],
+            "pad_token_id": ids["<|endoftext|>"]}
+    heads = cfg.hidden // 32
     text = {
-        "vocab_size": -(-len(tokenizer) // 16) * 16, "hidden_size": cfg.hidden, "intermediate_size": 3 * cfg.hidden,
-        "num_hidden_layers": cfg.layers, "num_attention_heads": cfg.hidden // head, "num_key_value_heads": cfg.hidden // head,
-        "hidden_act": "silu", "max_position_embeddings": 4096, "initializer_range": 0.02, "rms_norm_eps": 1e-6,
-        "use_cache": True, "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 4096,
-        "max_window_layers": cfg.layers, "layer_types": ["full_attention"] * cfg.layers, "attention_dropout": 0.0,
-        # the sections (time, height, width) sum to half a head
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}, **ends}
+        "vocab_size": -(-len(tokenizer) // 16) * 16, "hidden_size": cfg.hidden,
+        "intermediate_size": 3 * cfg.hidden, "num_hidden_layers": cfg.layers, "num_attention_heads": heads,
+        "num_key_value_heads": heads, "hidden_act": "silu", "max_position_embeddings": 4096,
+        "initializer_range": cfg.init_std, "rms_norm_eps": 1e-6, "use_cache": True,
+        "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 4096,
+        "max_window_layers": cfg.layers, "layer_types": ["full_attention"] * cfg.layers,
+        "attention_dropout": 0.0,
+        # the sections (time, height, width) sum to half a head of 32
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+        **ends}
     vision = {
         "depth": cfg.vision_layers, "hidden_size": cfg.vision_hidden, "hidden_act": "silu",
-        "intermediate_size": 2 * cfg.vision_hidden, "num_heads": cfg.vision_hidden // 16, "in_channels": 3, "patch_size": 14,
-        "spatial_merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 2, "window_size": 112,
-        "out_hidden_size": cfg.hidden, "fullatt_block_indexes": [cfg.vision_layers - 1], "initializer_range": 0.02}
+        "intermediate_size": 2 * cfg.vision_hidden, "num_heads": cfg.vision_hidden // 16, "in_channels": 3,
+        "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 2,
+        "window_size": 112, "out_hidden_size": cfg.hidden, "fullatt_block_indexes": [cfg.vision_layers - 1],
+        "initializer_range": cfg.init_std}
     return Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, tie_word_embeddings=True, image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
@@ -167,8 +175,8 @@ def build(cfg: Config) -> Path:
         bos_token_id=config.text_config.bos_token_id, eos_token_id=config.text_config.eos_token_id,
         pad_token_id=config.text_config.pad_token_id, do_sample=False)
     images = Qwen2VLImageProcessorPil(
-        size={"shortest_edge": cfg.min_pixels, "longest_edge": cfg.max_pixels}, patch_size=14, temporal_patch_size=2,
-        merge_size=2, image_mean=[0.5, 0.5, 0.5], image_std=[0.5, 0.5, 0.5])
+        size={"shortest_edge": cfg.min_pixels, "longest_edge": cfg.max_pixels}, patch_size=14,
+        temporal_patch_size=2, merge_size=2, image_mean=[0.5, 0.5, 0.5], image_std=[0.5, 0.5, 0.5])
     with runtime.atomic_directory(Path(cfg.out)) as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)

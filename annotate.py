@@ -1,0 +1,453 @@
+"""Stage 1: GUI trajectories -> a strong teacher -> decompositions (section 3.2, appendix A, table 3).
+
+    python annotate.py --preset demo                                      # the demo's local teacher, seconds
+    python annotate.py --meta META.json --out OUT.jsonl --max_dollars 50  # OPENAI_API_KEY is set
+    python annotate.py --meta META.json --out OUT.jsonl --batch true      # at half the price, within a day
+    python annotate.py stats --meta META.json --out OUT.jsonl             # table 3, cost so far, what is left
+
+76,396 answers of 20 s each, 100 under way, take 4.3 hours; memory does not grow with the trajectories.
+In: ScaleCUA's meta files (trajectories.py). Out: a line per trajectory, written as its answer arrives: {"id",
+"task", "platform", "analysis", "subtasks": [{"title", "goal"}], "unnecessary": text or "", "teacher",
+"prompt_hash", "usage": tokens {"input", "cached", "output"} of all its calls, "n_steps"}, and "metadata"
+where the server sent some; OUT.jsonl.quarantine.jsonl: {"where", "reason", "usage"} for what gets no usable
+answer. The same command goes on from where it stopped: no id that is in either file is asked for again.
+
+PAPER-GAPs: STEP_i is the operation's text and, in brackets, the call with coordinates in 0-1; an answer that
+is cut off or not in the form is asked again once, in the same conversation, with what was wrong; a refusal is
+not; one unreadable screenshot quarantines its trajectory; screenshots are scaled to `max_side` pixels.
+"""
+
+import contextlib
+import itertools
+import json
+import queue
+import signal
+import threading
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+import llm
+import runtime
+from prompts import Prompts, load_prompts, parse_teacher
+from runtime import UserError
+from trajectories import Quarantine, Trajectory, TrajectoryFiles, load_image
+
+TABLE_3 = {"Windows": (5873, 2.68, 1.2), "macOS": (3845, 2.43, 1.1), "Linux": (25122, 2.20, 1.8),
+           "Android": (17245, 2.84, 1.6), "Web": (24311, 2.73, 1.5), "Total": (76396, 2.56, 1.6)}  # paper
+
+
+@dataclass
+class Config:
+    meta: str = ""                       # meta file(s) of the trajectories, comma-separated
+    out: str = "runs/decompositions.jsonl"  # output; OUT.quarantine.jsonl and OUT.batches/ are beside it
+    model: str = "gpt-5.2-codex"         # the teacher, sec. 3.2
+    base_url: str = ""                   # any OpenAI-compatible server; "" = OpenAI's
+    api: str = "responses"               # responses | chat; codex models know only the first
+    prompt_file: str = ""                # another text for the teacher, with {TASK}, {STEP_i}, ...
+    prompts: str = ""                    # JSON file that replaces texts of prompts.py by name
+    concurrency: int = 32                # requests under way
+    encoders: int = 2                    # threads that scale and encode screenshots
+    max_side: int = 1280                 # px, larger screenshots are scaled down to this; 0 = as they are
+    detail: str = ""                     # image detail asked for: low | high | auto; "" = its default
+    max_output_tokens: int = 8192        # reasoning included
+    reasoning: str = ""                  # reasoning effort: low | medium | high | "" = the model's default
+    timeout: float = 300.0               # s per request
+    retries: int = 8                     # of a request that met 429, 5xx, a timeout or a closed connection
+    first_pause: float = 0.5             # s before the first of them; doubles up to 60
+    max_dollars: float = 0.0             # spending cap over all runs on this output; 0 = none
+    max_tokens: int = 0                  # the same in tokens
+    price_input: float = 1.75            # dollars per million tokens (GPT-5.2-Codex; check yours)
+    price_cached: float = 0.175          # ... of cached input
+    price_output: float = 14.0           # ... of output
+    limit: int = 0                       # stop after this many trajectories of the input; 0 = all
+    retry_quarantined: bool = False      # ask again for the trajectories that are in quarantine
+    batch: bool = False                  # by the Batch API
+    batch_poll: float = 60.0             # s between two looks at the batches
+    batch_mb: float = 190.0              # size of a batch file; OpenAI takes 200
+    batch_requests: int = 50000          # requests of a batch file; OpenAI takes 50,000
+    batch_open: int = 4                  # batches under way
+
+
+# ----------------------------------------------------------------------------------------------- one question
+@dataclass(frozen=True)
+class Question:
+    """A trajectory as the teacher gets it. `about`: the line's own facts; `parts`: texts and data URLs."""
+    about: dict
+    parts: list[str]
+
+
+class Unusable(Exception):
+    """No annotation will come of this trajectory; `usage` has been paid all the same."""
+
+    def __init__(self, reason: str, usage: dict):
+        super().__init__(reason)
+        self.usage = usage
+
+
+def encode(trajectory: Trajectory, prompts: Prompts, max_side: int) -> Question:
+    """Screenshots are read, scaled and encoded here, once, off the request threads. ValueError: one is
+    unreadable."""
+    steps = trajectory.described()
+    shots = {i: path for i, (_, path) in enumerate(steps) if path}
+    parts = prompts.teacher(trajectory.instruction, [words for words, _ in steps], shots)
+    about = {"id": trajectory.id, "task": trajectory.instruction, "platform": trajectory.platform,
+             "n_steps": len(steps)}
+    return Question(about, [p if isinstance(p, str) else picture(shots[p], max_side) for p in parts])
+
+
+def picture(path: Path, max_side: int) -> str:
+    """A screenshot as data URL: the file's own bytes where they will do. It is decoded in any case, so a file
+    that was cut short is seen here. Raises ValueError."""
+    image = load_image(path)
+    data = path.read_bytes()
+    if max_side and max(image.size) > max_side or not data.startswith((b"\x89PNG", b"\xff\xd8\xff")):
+        return llm.image_url(image, max_side)
+    return llm.image_url(data)
+
+
+def ask(question: Question, client: llm.Client, prompts: Prompts, first: llm.Answer | None = None) -> dict:
+    """The output line of one trajectory. `first`: an answer that is there already (a batch's).
+
+    Raises Unusable for a refusal or two answers that cannot be read, llm.LLMError where there is no answer.
+    """
+    asked, name = [("user", question.parts)], question.about["id"]
+    answer = first or client.ask("", asked, name)
+    spent = Counter(answer.usage)
+    try:
+        return output_line(question.about, answer, spent, prompts)
+    except ValueError as e:
+        said = [("assistant", answer.text)] if answer.text else []
+        again = asked + said + [("user", prompts.retry(str(e)))]
+    try:
+        answer = client.ask("", again, name)
+        spent.update(answer.usage)
+        return output_line(question.about, answer, spent, prompts)
+    except ValueError as e:
+        raise Unusable(f"malformed twice: {e}", spent) from None
+    except llm.LLMError as e:
+        e.usage = spent  # the first answer has been paid for
+        raise
+
+
+def output_line(about: dict, answer: llm.Answer, spent: dict, prompts: Prompts) -> dict:
+    """Raises ValueError with what is wrong with the answer, Unusable for a refusal."""
+    if answer.status == "refused":
+        raise Unusable(f"refused: {answer.reason[:300]}", spent)
+    if answer.status == "truncated":
+        raise ValueError(f"it was cut off ({answer.reason}), be more concise")
+    annotation = parse_teacher(answer.text)
+    line = {"id": about["id"], "task": about["task"], "platform": about["platform"],
+            "analysis": annotation.analysis,
+            "subtasks": [{"title": s.title, "goal": s.goal} for s in annotation.subtasks],
+            "unnecessary": annotation.unnecessary, "teacher": answer.model,
+            "prompt_hash": prompts.digest("teacher"), "usage": dict(spent), "n_steps": about["n_steps"]}
+    return line | ({"metadata": answer.metadata} if answer.metadata else {})
+
+
+# ------------------------------------------------------------------------------------------------ all of them
+def answers(todo: Iterator[Trajectory], cfg: Config, client: llm.Client, prompts: Prompts,
+            first: dict[str, llm.Answer] | None = None) -> Iterator[tuple]:
+    """Yield (id, output line or exception) as they come. Twice as many trajectories as there are requests
+    under way are in memory: some are being encoded, and some wait out a pause that the server asked for.
+    `first`: answers of a batch that have to be asked again."""
+    finished, under_way = queue.SimpleQueue(), 0
+    with ThreadPoolExecutor(cfg.encoders) as encoders, ThreadPoolExecutor(2 * cfg.concurrency) as askers:
+        def submit(pool, function, name, *args):
+            pool.submit(function, *args).add_done_callback(lambda future: finished.put((name, future)))
+        while True:
+            while under_way < 2 * cfg.concurrency + cfg.encoders and (trajectory := next(todo, None)):
+                submit(encoders, encode, trajectory.id, trajectory, prompts, cfg.max_side)
+                under_way += 1
+            if not under_way:
+                return
+            name, future = finished.get()
+            result = future.exception() or future.result()
+            if isinstance(result, Question):
+                submit(askers, ask, name, result, client, prompts, (first or {}).get(name))
+            else:
+                under_way -= 1
+                yield name, result
+
+
+def batch_answers(todo: Iterator[Trajectory], cfg: Config, client: llm.Client,
+                  prompts: Prompts) -> Iterator[tuple]:
+    """The same by the Batch API; an answer that cannot be read is asked again by an ordinary request."""
+    batches = llm.Batches(client, f"{cfg.out}.batches", int(cfg.batch_mb * 1e6), cfg.batch_requests,
+                          cfg.batch_open, cfg.batch_poll)
+    under_way = {about["id"] for about in batches.pending()}
+    failed: deque = deque()
+
+    def questions():
+        with ThreadPoolExecutor(cfg.encoders) as encoders:
+            fresh = (t for t in todo if t.id not in under_way)
+            window = deque()
+            while True:
+                window.extend((t.id, encoders.submit(encode, t, prompts, cfg.max_side))
+                              for t in itertools.islice(fresh, 2 * cfg.encoders - len(window)))
+                if not window:
+                    return
+                name, future = window.popleft()
+                if error := future.exception():
+                    failed.append((name, error))
+                else:
+                    yield future.result().about, client.body("", [("user", future.result().parts)])
+    try:
+        for about, result in batches.run(questions()):
+            if isinstance(result, llm.Answer):
+                try:
+                    result = output_line(about, result, result.usage, prompts)
+                except Unusable as e:
+                    result = e
+                except ValueError:
+                    result = Malformed(result)
+            yield about["id"], result
+            while failed:
+                yield failed.popleft()
+    except llm.LLMError as e:
+        raise UserError(f"{e}; the same command goes on from here") from None
+    yield from failed
+
+
+class Malformed(Exception):
+    """An answer out of a batch that has to be asked again."""
+
+    def __init__(self, answer: llm.Answer):
+        super().__init__("malformed")
+        self.answer = answer
+
+
+class Spent:
+    """Dollars and tokens of the answers so far."""
+
+    def __init__(self, cfg: Config):
+        self.prices, self.dollars, self.tokens = (cfg.price_input, cfg.price_cached, cfg.price_output), 0.0, 0
+
+    def add(self, usage: dict) -> None:
+        self.dollars += llm.cost(usage, self.prices)
+        self.tokens += usage.get("input", 0) + usage.get("output", 0)
+
+    def __str__(self):
+        return f"${self.dollars:.2f} and {self.tokens:,} tokens"
+
+
+class Ledger:
+    """The output and the quarantine: what is done, what it cost, and the only place that writes."""
+
+    def __init__(self, cfg: Config, prompt_hash: str):
+        self.out, self.cfg, self.done, self.new, self.spent = Path(cfg.out), cfg, set(), Counter(), Spent(cfg)
+        for line in complete_lines(self.out, repair=True):
+            if line["prompt_hash"] != prompt_hash:
+                raise UserError(f"{self.out} was written with another prompt ({line['prompt_hash']} and not "
+                                f"{prompt_hash}); give another --out")
+            self._add(line["id"], line["usage"])
+        file = quarantine_file(cfg)
+        if cfg.retry_quarantined:
+            runtime.rewrite_jsonl(file, lambda o: "usage" not in o)  # what they cost is forgotten
+        self.quarantine = Quarantine(file)
+        for line in complete_lines(file):
+            if "usage" in line:  # a trajectory; the others are records
+                self._add(line["where"], line["usage"])
+
+    def _add(self, name: str, usage: dict) -> None:
+        self.done.add(name)
+        self.spent.add(usage)
+
+    def write(self, line: dict) -> None:
+        runtime.append_jsonl(self.out, [line])
+        self._add(line["id"], line["usage"])
+        self.new["annotated"] += 1
+
+    def leave_out(self, name: str, error: Exception) -> None:
+        usage = dict(getattr(error, "usage", {}))
+        self.quarantine.leave_out(name, str(error) or type(error).__name__, usage=usage)
+        self._add(name, usage)
+        self.new["quarantined"] += 1
+
+    def over(self, under_way: int) -> str:
+        """Why no further question may be asked: a cap would be passed, counting those under way at the mean
+        cost."""
+        expected = 1 + under_way / max(1, len(self.done))
+        if self.cfg.max_dollars and self.spent.dollars * expected >= self.cfg.max_dollars:
+            return f"{self.spent} spent, --max_dollars is {self.cfg.max_dollars:g}"
+        if self.cfg.max_tokens and self.spent.tokens * expected >= self.cfg.max_tokens:
+            return f"{self.spent} spent, --max_tokens is {self.cfg.max_tokens:,}"
+        return ""
+
+
+def quarantine_file(cfg: Config) -> Path:
+    return Path(f"{cfg.out}.quarantine.jsonl")
+
+
+def complete_lines(path: Path, repair: bool = False) -> Iterator[dict]:
+    """Objects of a JSONL file, one at a time. A last line that a kill cut short is not read, and with
+    `repair` it is cut off. Raises UserError for any other line that is no JSON."""
+    if not path.exists():
+        return
+    with open(path, "rb+" if repair else "rb") as f:
+        for number, line in enumerate(f, 1):
+            if not line.endswith(b"\n"):
+                if repair:
+                    f.truncate(f.tell() - len(line))
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as e:
+                raise UserError(f"{path}:{number}: not a JSON line ({e}); remove or repair it") from None
+
+
+class Stop:
+    """Why no further question is asked; "" while there is no reason. Ctrl-C is one: what is under way is
+    still awaited, and written, unless it is pressed again."""
+
+    def __init__(self, client: llm.Client):
+        self.why, self.client = "", client
+
+    def __call__(self, why: str) -> None:
+        self.why = self.why or why
+        self.client.stop()
+
+    @contextlib.contextmanager
+    def on_interrupt(self):
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+
+        def interrupted(*_):
+            signal.signal(signal.SIGINT, before)
+            self("interrupted")
+        signal.signal(signal.SIGINT, interrupted)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def handle(results: Iterable, ledger: Ledger, stop: Stop, patience: int, bar: tqdm) -> dict[str, llm.Answer]:
+    """Write every result; returns the answers that must be asked again (Batch API only).
+
+    A question that the server never answered is put into quarantine once a later one succeeds: then it is
+    that question's fault. After `patience` of them in a row it is the server's: the run stops, and they stay
+    to be asked.
+    """
+    again, unanswered = {}, []
+    for name, result in results:
+        if name in ledger.done:
+            continue  # a batch whose answers a killed run had begun to take
+        if isinstance(result, dict):
+            ledger.write(result)
+            while unanswered and not stop.why:
+                ledger.leave_out(*unanswered.pop())
+        elif isinstance(result, Malformed):
+            again[name] = result.answer
+        elif isinstance(result, llm.LLMError) and (result.fatal or result.transient):
+            unanswered.append((name, result))
+            if result.fatal or len(unanswered) >= patience:
+                stop(f"the teacher does not answer: {result}")
+        elif isinstance(result, (ValueError, Unusable, llm.LLMError)):
+            ledger.leave_out(name, result)
+            if not ledger.new["annotated"] and ledger.new["quarantined"] >= max(20, patience):
+                stop(f"none of the first {ledger.new['quarantined']} could be annotated: {result}")
+        else:
+            raise result
+        bar.update()
+        bar.set_postfix_str(f"{ledger.spent}, {ledger.new['quarantined']} quarantined", refresh=False)
+    if unanswered and not ledger.new["annotated"]:
+        stop(f"the teacher does not answer: {unanswered[-1][1]}")
+    while unanswered and not stop.why:
+        ledger.leave_out(*unanswered.pop())
+    return again
+
+
+def main(cfg: Config) -> None:
+    prompts = load_teacher_prompt(cfg)
+    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
+    with runtime.only_process(Path(cfg.out)):
+        # 1. What is there already, and what is to be done.
+        ledger = Ledger(cfg, prompts.digest("teacher"))
+        trajectories = TrajectoryFiles(need_meta(cfg), ledger.quarantine)
+        client = llm.Client(cfg.model, cfg.base_url, cfg.api, cfg.concurrency, cfg.timeout, cfg.retries,
+                            cfg.first_pause, max_output_tokens=cfg.max_output_tokens, reasoning=cfg.reasoning,
+                            detail=cfg.detail)
+        stop = Stop(client)
+
+        def todo(wanted=lambda name: name not in ledger.done):
+            for t in itertools.islice(trajectories, cfg.limit or None):
+                if wanted(t.id):
+                    stop.why = stop.why or ledger.over(2 * cfg.concurrency + cfg.encoders)
+                    if stop.why:
+                        return
+                    yield t
+
+        # 2. Ask; what a batch could not answer is asked one by one.
+        bar = tqdm(total=len(trajectories), initial=len(ledger.done), unit="traj", disable=None)
+        patience = max(8, cfg.concurrency)
+        with stop.on_interrupt(), bar:
+            if not cfg.batch:
+                handle(answers(todo(), cfg, client, prompts), ledger, stop, patience, bar)
+            elif again := handle(batch_answers(todo(), cfg, client, prompts), ledger, stop, patience, bar):
+                left = todo(lambda name: name in again)
+                handle(answers(left, cfg, client, prompts, again), ledger, stop, patience, bar)
+
+        # 3. Say what happened.
+        print(f"{ledger.out}: {ledger.new['annotated']} annotated, {ledger.new['quarantined']} quarantined, "
+              f"{ledger.spent} so far; {len(ledger.done)} of about {len(trajectories)} done")
+        if irregular := {what: n for what, n in ledger.quarantine.counts.items() if n}:
+            print("in the data: " + ", ".join(f"{n} {what}" for what, n in sorted(irregular.items())))
+        if stop.why == "interrupted":
+            raise KeyboardInterrupt
+        if stop.why:
+            raise UserError(f"stopped, {stop.why}; the same command goes on from here")
+
+
+def load_teacher_prompt(cfg: Config) -> Prompts:
+    if not cfg.prompt_file:
+        return load_prompts(cfg.prompts)
+    try:
+        return load_prompts(cfg.prompts, teacher=Path(cfg.prompt_file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise UserError(f"--prompt_file {cfg.prompt_file}: {e}") from None
+
+
+def need_meta(cfg: Config) -> str:
+    if not cfg.meta:
+        raise UserError("no trajectories given: --meta META.json")
+    return cfg.meta
+
+
+def stats(cfg: Config) -> None:
+    """Table 3 of the output beside the paper's numbers, the cost so far and what is left."""
+    if not Path(cfg.out).exists():
+        raise UserError(f"no annotations at {cfg.out}; write them with annotate.py --out {cfg.out}")
+    rows, spent = {"Total": Counter()}, Spent(cfg)
+    for line in complete_lines(Path(cfg.out)):
+        spent.add(line["usage"])
+        for name in (line["platform"], "Total"):
+            rows.setdefault(name, Counter()).update(n=1, subtasks=len(line["subtasks"]),
+                                                    unnecessary=bool(line["unnecessary"]))
+    print(f"{'':10}{'ours':>10}{'':24}{'the paper':>10}")
+    print(f"{'platform':10}" + f"{'examples':>10}{'subtasks':>10}{'unneeded':>10}    " * 2)
+    for name in sorted(rows.keys() | TABLE_3.keys(), key=lambda k: (k == "Total", [*TABLE_3, k].index(k))):
+        c, (n, subtasks, share) = rows.get(name, Counter()), TABLE_3.get(name, (0, 0, 0))
+        ours = f"{c['n']:>10,}"
+        if c["n"]:
+            ours += f"{c['subtasks'] / c['n']:>10.2f}{c['unnecessary'] / c['n']:>10.1%}"
+        theirs = f"{n:>10,}{subtasks:>10.2f}{share:>9.1f}%" if n else ""
+        print(f"{name:10}{ours:30}    {theirs}".rstrip())
+    left_out = [line["usage"] for line in complete_lines(quarantine_file(cfg)) if "usage" in line]
+    for usage in left_out:
+        spent.add(usage)
+    print(f"cost so far {spent}; {len(left_out)} in quarantine")
+    if cfg.meta:
+        done = rows["Total"]["n"] + len(left_out)
+        left = max(0, len(TrajectoryFiles(cfg.meta, Quarantine())) - done)
+        print(f"left about {left:,} trajectories, ${left * spent.dollars / max(1, done):.2f} at this rate")
+
+
+if __name__ == "__main__":
+    runtime.launch(main, stats)

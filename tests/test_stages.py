@@ -1,0 +1,188 @@
+"""The stages as a user runs them: in order, on the embedded default, killed and started again, and given bad input.
+
+One small set of demonstrations is made for all tests. Every command is the shipped one in a process of its own.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ENV = os.environ | {"OMP_WAIT_POLICY": "passive", "OPENAI_API_KEY": "none", "TOKENIZERS_PARALLELISM": "false"}
+TINY = ["--prompts", "demo/prompts.json", "--dtype", "float32", "--checkpointing", "false"]
+
+
+def start(*command) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT, env=ENV, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)
+
+
+def run(*command, code=0) -> str:
+    process = start(*command)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == code, f"{command}: exit code {process.returncode}\n{out[-3000:]}"
+    return out
+
+
+def kill_after(command, ready, within=120) -> None:
+    """Start the command, kill -9 it as soon as `ready()` holds."""
+    process = start(*command)
+    deadline = time.monotonic() + within
+    while not ready():
+        assert process.poll() is None, f"ended before it could be killed:\n{process.stdout.read()[-3000:]}"
+        assert time.monotonic() < deadline, "never got there"
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def lines(path) -> list[dict]:
+    path = Path(path)
+    return [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")] if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Demonstrations, the tiny model and a running teacher."""
+    d = tmp_path_factory.mktemp("demo")
+    run("demo/demonstrate.py", "--out", d / "trajectories", "--pages", "click-tab", "--n", 30)
+    run("demo/tiny_model.py", "--out", d / "model", "--texts", f"demo/prompts.json,{d / 'trajectories'}")
+    teacher = start("demo/teacher.py", "--demonstrations", d / "trajectories", "--port_file", d / "port")
+    while not (d / "port").exists():
+        assert teacher.poll() is None, teacher.stdout.read()
+        time.sleep(0.05)
+    yield d
+    teacher.kill()
+    teacher.wait()
+
+
+@pytest.fixture(scope="module")
+def decompositions(data):
+    """Stage 1, killed in the middle and started again: nothing lost, nothing twice."""
+    out = data / "decompositions.jsonl"
+    command = ["annotate.py", "--meta", data / "trajectories/meta.json", "--out", out, "--concurrency", 1,
+               "--base_url", f"http://127.0.0.1:{(data / 'port').read_text().strip()}/v1"]
+    kill_after(command, lambda: len(lines(out)) >= 3)
+    assert 0 < len(lines(out)) < 30
+    run(*command)
+    return out
+
+
+def test_stage_1_killed_and_resumed(decompositions):
+    ids = [line["id"] for line in lines(decompositions)]
+    assert len(ids) == 30 and len(set(ids)) == 30
+
+
+def sft(data, role, name, *more):
+    return ["sft.py", "--role", role, "--model", data / "model", "--meta", data / "trajectories/meta.json",
+            "--decompositions", data / "decompositions.jsonl", "--run", data / name, *TINY, "--batch_size", 16,
+            "--accumulation", 1, "--lr", "3e-3", "--save_every", 10, *more]
+
+
+@pytest.fixture(scope="module")
+def models(data, decompositions):
+    run(*sft(data, "actor", "actor", "--max_steps", 70))
+    run(*sft(data, "decomposer", "decomposer", "--max_steps", 15))
+    return data
+
+
+def test_stage_2_killed_and_resumed_ends_with_the_same_bytes(models):
+    command = sft(models, "actor", "killed", "--max_steps", 70)
+    kill_after(command, lambda: len(lines(models / "killed/log.jsonl")) >= 14)
+    run(*command)
+    assert [line["step"] for line in lines(models / "killed/log.jsonl")] == list(range(1, 71))
+    for file in ("model.safetensors", "tokenizer.json"):
+        assert (models / "killed/hf" / file).read_bytes() == (models / "actor/hf" / file).read_bytes()
+
+
+def test_the_tiny_actor_without_plans_trains_too(models):
+    run(*sft(models, "actor", "no_plan", "--max_steps", 2, "--use_plan", "false"))
+    assert (models / "no_plan/hf/model.safetensors").exists()
+
+
+def grpo(data, name, *more):
+    return ["grpo_hier.py", *TINY, "--run", data / name, "--actor", data / "actor/hf", "--decomposer", data / "decomposer/hf",
+            "--env", "miniwob", "--tasks", "click-tab", "--split", "train", "--instances", 3, "--K", 2, "--M", 3,
+            "--threads", 3, "--max_steps", 3, "--max_tokens_A", 24, "--max_tokens_D", 12, "--lr", "1e-3", *more]
+
+
+def last_checkpoint(run_directory) -> Path:
+    return sorted((run_directory / "checkpoints").iterdir())[-1]
+
+
+def test_stage_3_killed_and_resumed_ends_with_the_same_bytes(models):
+    run(*grpo(models, "whole"))
+    command = grpo(models, "parts")
+    kill_after(command, lambda: len(lines(models / "parts/log.jsonl")) >= 1)     # in the middle of the second batch
+    run(*command)
+    whole, parts = models / "whole", models / "parts"
+    assert [line["batch"] for line in lines(parts / "log.jsonl")] == [0, 1, 2]
+    seen = [(e["batch"], e["task"], e["k"], e["m"]) for e in lines(parts / "episodes.jsonl")]
+    assert len(seen) == len(set(seen)) == 3 * 2 * 3
+    rewards = [e["reward"] for e in lines(whole / "episodes.jsonl")]
+    assert 0 < sum(rewards) < len(rewards), "no spread of rewards, so this test would show nothing"
+    assert sum(line["grad_A"] for line in lines(whole / "log.jsonl")) > 0
+    for file in ("actor/adapter_model.safetensors", "actor/optimizer.pt", "decomposer/adapter_model.safetensors"):
+        assert (last_checkpoint(whole) / file).read_bytes() == (last_checkpoint(parts) / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("row", [["--train_decomposer", "false"], ["--use_plan", "false", "--M", "4"],
+                                 ["--norm", "printed", "--std", "true"]], ids=" ".join)
+def test_the_rows_of_table_2_and_the_printed_form_run(models, row):
+    out = run(*grpo(models, "_".join(row).replace("--", ""), "--instances", 1, *row))
+    assert "reward_mean" in out
+    if "--use_plan" in row:
+        assert "loss_D" not in out and not (last_checkpoint(models / "_".join(row).replace("--", "")) / "decomposer").exists()
+
+
+def test_stage_4_resumes_and_reports(models):
+    command = ["evaluate.py", "--prompts", "demo/prompts.json", "--dtype", "float32", "--run", models / "eval", "--actor",
+               models / "actor/hf", "--decomposer", models / "decomposer/hf", "--adapters", models / "whole", "--env", "miniwob",
+               "--tasks", "click-tab", "--split", "eval", "--instances", 4, "--runs", 1, "--threads", 2, "--max_steps", 2,
+               "--max_tokens_A", 24, "--max_tokens_D", 12]
+    run(*command)
+    (models / "eval/episodes.jsonl").write_text("".join(
+        json.dumps(e | ({"reward": None, "status": "infra"} if i == 2 else {})) + "\n"
+        for i, e in enumerate(lines(models / "eval/episodes.jsonl"))))
+    out = run(*command)
+    assert "click-tab" in out and "n 4, infra 0" in out
+    tasks = [e["task"] for e in lines(models / "eval/episodes.jsonl")]
+    assert len(tasks) == len(set(tasks)) == 4
+
+
+@pytest.mark.parametrize("command, named", [
+    (["grpo_hier.py"], "--actor"),
+    (["grpo_hier.py", "--actor", "no/such", "--use_plan", "false"], "no/such"),
+    (["grpo_hier.py", "--preset", "nonsense"], "nonsense"),
+    (["sft.py", "--role", "actor", "--meta", "no_meta.json"], "no_meta.json"),
+    (["sft.py", "--role", "painter"], "painter"),
+    (["annotate.py", "--meta", "no_meta.json"], "no_meta.json"),
+    (["evaluate.py", "--actor", "no/such", "--use_plan", "false", "--run", "{tmp}/e"], "no/such"),
+    (["demo/demonstrate.py", "--pages", "click-tabb", "--out", "{tmp}/t"], "click-tabb"),
+], ids=lambda v: "_".join(v) if isinstance(v, list) else v)
+def test_bad_input_is_one_line_and_exit_code_2(command, named, tmp_path):
+    more = ["--run", tmp_path / "r"] if command[0] in ("grpo_hier.py", "sft.py") else []
+    out = run(*[c.format(tmp=tmp_path) for c in command], *more, code=2)
+    last = out.strip().splitlines()[-1]
+    assert named in last and "Traceback" not in out
+
+
+def test_an_unknown_flag_is_an_error():
+    assert "unrecognized arguments: --lrr" in run("grpo_hier.py", "--lrr", "1", code=2)
+
+
+def test_a_run_directory_of_another_config_is_refused(models):
+    out = run(*grpo(models, "whole", "--eps", "0.3"), code=2)
+    assert "eps" in out.strip().splitlines()[-1]
+
+
+def test_no_chromium_is_said(models):
+    process = subprocess.run([sys.executable, *map(str, grpo(models, "no_browser"))], cwd=ROOT, text=True, capture_output=True,
+                             env=ENV | {"CHROMIUM": "/nowhere/chromium"}, timeout=120)
+    assert process.returncode == 2 and "/nowhere/chromium" in process.stderr.strip().splitlines()[-1]
