@@ -297,7 +297,7 @@ def smart_resize(width: int, height: int, min_pixels: int = 3136, max_pixels: in
 def coordinates(call: Call) -> dict:
     """{argument: its numbers, by AXES} for the coordinates that the call has."""
     given = {p: call.args[p] for p in AXES if call.args.get(p) is not None}
-    return {p: value if isinstance(value, list) else [value] for p, value in given.items()}
+    return {p: list(value) if isinstance(value, (list, tuple)) else [value] for p, value in given.items()}
 
 
 def is_fraction(call: Call) -> bool:
@@ -315,7 +315,7 @@ def rescale(call: Call, src: tuple, dst: tuple) -> Call:
     src = (1, 1) if is_fraction(call) else src
 
     def move(value, axis):
-        value *= dst[axis] / src[axis]
+        value = value * dst[axis] / src[axis]
         return round(min(max(value, 0), 1), 4) if max(dst) == 1 else min(max(round(value), 0), dst[axis] - 1)
 
     moved = {p: [move(n, axis) for n, axis in zip(old, AXES[p])] for p, old in coordinates(call).items()}
@@ -483,7 +483,7 @@ EFFECTS = {  # what is missing here is not done in a browser
     "keyDown": lambda page, settings, key: page.keyboard.down(key_name(key)),
     "keyUp": lambda page, settings, key: page.keyboard.up(key_name(key)),
     "write": _write,
-    "wait": lambda page, s, seconds: page.wait_for_timeout(1000 * min(max(seconds, 0), s.max_wait)),
+    "wait": lambda page, s, seconds: page.wait_for_timeout(1000 * min(seconds, s.max_wait)),
     "open_url": _open_url,
     "go_backward": lambda page, s: page.go_back(timeout=1000 * s.timeout, wait_until="commit"),
     "go_forward": lambda page, s: page.go_forward(timeout=1000 * s.timeout, wait_until="commit"),

@@ -90,12 +90,14 @@ def output(cfg: Config, stem: str) -> Path:
 
 
 def rounded(x):
-    """Any result as JSON shows it: four digits, not-a-number as null, containers descended into."""
+    """Any result as JSON shows it: four decimals (small numbers two digits), not-a-number as null."""
     if isinstance(x, dict):
         return {k: rounded(v) for k, v in x.items()}
     if isinstance(x, (list, tuple)):
         return [rounded(v) for v in x]
-    return (round(float(x), 4) if math.isfinite(x) else None) if isinstance(x, float) else x
+    if isinstance(x, float):
+        return None if not math.isfinite(x) else round(float(x), 4) if abs(x) >= 1e-3 else float(f"{x:.2g}")
+    return x
 
 
 def show(result: dict, out="") -> None:

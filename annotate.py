@@ -35,7 +35,7 @@ import llm
 import runtime
 from prompts import Prompts, load_prompts, parse_teacher
 from runtime import UserError
-from trajectories import Quarantine, Trajectory, TrajectoryFiles, load_image
+from trajectories import Quarantine, Trajectory, TrajectoryFiles, load_image, read_image
 
 TABLE_3 = {"Windows": (5873, 2.68, 1.2), "macOS": (3845, 2.43, 1.1), "Linux": (25122, 2.20, 1.8),
            "Android": (17245, 2.84, 1.6), "Web": (24311, 2.73, 1.5), "Total": (76396, 2.56, 1.6)}  # paper
@@ -101,12 +101,10 @@ def encode(trajectory: Trajectory, prompts: Prompts, max_side: int) -> Question:
 
 
 def picture(path: Path, max_side: int) -> str:
-    """A screenshot as data URL: the file's own bytes where they will do. It is decoded in any case, so a file
-    that was cut short is seen here. Raises ValueError."""
-    image = load_image(path)
-    data = path.read_bytes()
-    if max_side and max(image.size) > max_side or not data.startswith((b"\x89PNG", b"\xff\xd8\xff")):
-        return llm.image_url(image, max_side)
+    """A screenshot as data URL: the file as it is, or scaled down. Raises ValueError for a broken one."""
+    data, size = read_image(path)
+    if max_side and max(size) > max_side or not data.startswith((b"\x89PNG", b"\xff\xd8\xff")):
+        return llm.image_url(load_image(path), max_side)
     return llm.image_url(data)
 
 
@@ -431,7 +429,7 @@ def stats(cfg: Config) -> None:
             rows.setdefault(name, Counter()).update(n=1, subtasks=len(line["subtasks"]),
                                                     unnecessary=bool(line["unnecessary"]))
     print(f"{'':10}{'ours':>10}{'':24}{'the paper':>10}")
-    print(f"{'platform':10}" + f"{'examples':>10}{'subtasks':>10}{'unneeded':>10}    " * 2)
+    print(f"{'platform':10}" + "    ".join(2 * [f"{'examples':>10}{'subtasks':>10}{'unneeded':>10}"]))
     for name in sorted(rows.keys() | TABLE_3.keys(), key=lambda k: (k == "Total", [*TABLE_3, k].index(k))):
         c, (n, subtasks, share) = rows.get(name, Counter()), TABLE_3.get(name, (0, 0, 0))
         ours = f"{c['n']:>10,}"

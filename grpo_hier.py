@@ -237,12 +237,12 @@ def update(policy: Policy, optimizer, batch: Batch, B: int, cfg: Config, world) 
             # the clip is active where it takes the gradient away: r above 1+ε with A > 0, r below 1-ε with A < 0
             active = torch.where(adv_N[:, None] > 0, r_NT > 1 + cfg.eps, r_NT < 1 - cfg.eps)
             sums[:3] += torch.stack([loss.detach(), mask_NT.sum(), (active * mask_NT).sum()]).double().cpu()
-            furthest = max(furthest, float(((logp_NT - logp_old_NT).abs() * mask_NT).max()))
+            furthest = max(furthest, 0.0, *((logp_NT - logp_old_NT).abs() * mask_NT).flatten().tolist())
         grad_norm = step_together_(policy, optimizer, cfg.max_norm)
     sums = torch.tensor(gather_objects(sums.tolist(), world)).sum(0).tolist()
     tokens = max(sums[1], 1)
     return {"loss": sums[0], "clip": sums[2] / tokens, "kl": sums[3] / tokens, "grad": grad_norm,
-            "ratio_max": math.exp(max(gather_objects(furthest, world))), "trained": len(order)}
+            "ratio_max": math.exp(max(gather_objects(furthest, world))), "trained": sum(gather_objects(len(order), world))}
 
 
 def step_together_(policy: Policy, optimizer, max_norm: float) -> float:

@@ -50,7 +50,7 @@ def read_episodes(path, profile: str = "", by_batch: bool = False) -> list[dict]
         if not isinstance(e, dict) or "task" not in e or "reward" not in e:
             raise UserError(f"{file}:{n}: not an episode (no task or no reward); give a file of episodes")
         if profile:
-            e["reward"] = e.get("rewards", {}).get(profile)
+            e["reward"] = (e.get("rewards") or {}).get(profile)
         key = key_of(e)[0 if by_batch else 1:]
         if e["reward"] is not None or key not in latest or latest[key]["reward"] is None:
             latest[key] = e

@@ -1,19 +1,21 @@
-"""Task + plan + policy -> episode: what an environment is, a browser session, the episode loop, the threaded pool.
+"""Task + plan + policy -> episode: what an environment is, the episode loop, the threaded pool, the log.
 
-Every thread of the pool owns one Playwright driver, browser and page, made, used and stopped in that thread. The threads
-put their generation requests into one queue; the calling thread, which owns the models, answers whatever has gathered
-there in dynamic batches. No episode waits for another one, plans and steps of several tasks are in flight at once.
-An episode depends on (task, plan, k, m, seed) only.
+Every thread of the pool has a browser of its own (browser.py). The threads put their generation requests into
+one queue; the calling thread, which owns the models, answers whatever has gathered there in dynamic batches.
+No episode waits for another one; plans and steps of several tasks are in flight at once. An episode depends
+on (task, plan, k, m, seed) only.
 
-A broken browser or site is data: the episode is run again, and if it still fails its status is `infra`, its reward None
-(PAPER-GAP 7). Three unparsable answers in a row end an episode (12); `response` ends it like `terminate` does (13).
+A broken browser or site is data: the episode is run again, and if it still fails its status is `infra`, its
+reward None (PAPER-GAP 7). Three unparsable answers in a row end an episode (12); `response` ends it like
+`terminate` does (13).
 
-episodes.jsonl, one line per episode, written by `EpisodeLog`: batch, task, site, instance (seed of the task), run, k, m,
-seed, instruction, plan, subtasks [[title, goal]], malformed, status (success | failure | max_steps | unparsable | infra),
-reward (null for infra), rewards (by other rules), reason, answer, seconds, fault (kind, see browser.py; "verdict": it had
-none), retried (kinds of earlier attempts), error (traceback), details (the environment's), S_i, adv_A, adv_D (stage 3
-only), first_shot, final_shot, steps [{shot, text (raw output), history (line), calls, point (page pixels), error,
-n_tokens}]. Texts that an environment calls secret are not in it.
+episodes.jsonl, one line per episode, written by `EpisodeLog`: batch, task, site, instance (seed of the task),
+run, k, m, seed, instruction, plan, subtasks [[title, goal]], malformed, status (success | failure | max_steps
+| unparsable | infra), reward (null for infra), rewards (by other rules), reason, answer, seconds, fault (its
+kind, see chromium.py; "verdict": there was none), retried (kinds of earlier attempts), error (traceback),
+details (the environment's own), S_i, adv_A, adv_D (stage 3 only), first_shot, final_shot, steps [{shot, text
+(raw output), history (line), calls, point (page pixels), error, n_tokens}]. Texts that an environment calls
+secret are masked.
 """
 
 import contextlib
@@ -27,35 +29,37 @@ import traceback
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 import actions
-from browser import SITE, Session, Watchdog, redact, web_errors
+from browser import Session, redact
+from chromium import SITE, Watchdog, web_errors
 from prompts import format_plan, parse_plan
 from runtime import UserError, append_jsonl, write_atomic
 
 
-# ---------------------------------------------------------------------------------------------------- what things are
+# -------------------------------------------------------------------------------------------- what things are
 @dataclass(frozen=True)
 class Task:
     id: str                                       # unique within its environment
     site: str                                     # the column of a table that it counts in
-    instruction: str = ""                         # x; "" where the page makes it up, then `Environment.open` returns it
+    instruction: str = ""                         # x; "" where the page makes it up when it opens
     seed: int = 0                                 # instance of a generated task
     data: dict = field(default_factory=dict, compare=False)
-    changes_state: bool = False                   # episodes of it must not share a site replica (PAPER-GAP 18)
+    changes_state: bool = False                   # its episodes must not share a site replica (PAPER-GAP 18)
 
 
 @dataclass
 class Verdict:
-    reward: float | None                          # R in {0, 1}; None: it cannot be known (a judge's outage, say)
+    reward: float | None                          # R in {0, 1}; None: unknown (an outage of the judge, say)
     reason: str = ""
 
 
 class Environment:
-    """What the pool needs to know about an environment. Methods with a session run in that session's thread."""
+    """What the pool needs of an environment. Methods with a session run in that session's thread."""
     name = ""
     width, height, scale = 1280, 720, 1.0         # viewport in CSS pixels; screenshot pixels per CSS pixel
     fresh_context = True                          # False only where pages keep no state of their own
@@ -104,7 +108,7 @@ class Request:
 @dataclass
 class Plan:
     k: int
-    text: str = ""                                # what the actor reads: the numbered list, or a malformed text clipped
+    text: str = ""                                # what the actor reads: the list, or a malformed text
     subtasks: list = field(default_factory=list)  # g_1 … g_L, [] when malformed
     malformed: bool = False
     sample: object = None                         # policy.Sample of the decomposer, None without a decomposer
@@ -134,7 +138,7 @@ class Episode:
     error: str = ""                               # traceback of the fault that made it infra
     fault: str = ""                               # its kind, "" where there is none
     retried: list[str] = field(default_factory=list)  # kinds of the faults of earlier attempts
-    rewards: dict = field(default_factory=dict)   # rewards of the same episode by other rules, if a Verdict has them
+    rewards: dict = field(default_factory=dict)   # of the same episode by other rules, if there are any
     details: dict = field(default_factory=dict)   # what the environment wants to be kept
     secrets: set = field(default_factory=set, repr=False)  # texts that no file may hold
     final_png: bytes | None = None
@@ -159,61 +163,61 @@ class RolloutConfig:
     tasks: str = ""                               # miniwob: page names; webarena: task file
     instances: int = 100                          # miniwob: instances per page and split
     scale: float = 1.0                            # miniwob: screenshot pixels per CSS pixel
-    sites: str = "sites.json"                     # webarena: addresses, accounts, replicas and reset of each site
+    sites: str = "sites.json"                     # webarena: addresses, accounts, replicas, resets
     threads: int = 8                              # browsers
     max_steps: int = 15                           # T, actions per episode, sec. 4.3
     temperature_D: float = 0.8                    # sampling temperature of the decomposer
     temperature_A: float = 0.8                    # sampling temperature of the actor
     max_tokens_D: int = 512                       # new tokens of a plan
     max_tokens_A: int = 512                       # new tokens of an action
-    retries: int = 2                              # further attempts at an episode that the browser or site broke
-    retry_wait: float = 1.0                       # s before the next attempt at a site that is down, then twice as long
+    retries: int = 2                              # further attempts at an episode that browser or site broke
+    retry_wait: float = 1.0                       # s before another attempt at a site that is down, doubled
     call_timeout: float = 15.0                    # s, any single browser call, also a navigation
     open_timeout: float = 120.0                   # s, opening a task's start page, or judging an episode
     deadline: float = 600.0                       # s, one attempt at an episode with everything in it
     settle: float = 3.0                           # s, longest wait for a page to become quiet after an action
-    quiet: float = 0.0                            # s without a change of the page that count as quiet, beside two frames
-    fixed_wait: float = 0.0                       # s, if positive: wait as long after every action instead, as ScaleCUA does
-    extra_origins: str = ""                       # further addresses, with commas, that pages may go to; * for all
+    quiet: float = 0.0                            # s without a change that count as quiet, beside two frames
+    fixed_wait: float = 0.0                       # s after every action, as ScaleCUA; 0: as long as needed
+    extra_origins: str = ""                       # further addresses where pages may go, by commas; * for all
     recycle: int = 200                            # a new browser after as many episodes
     memory: float = 2000.0                        # MB that the processes of one browser may take
     max_batch: int = 64                           # requests answered by one forward pass
-    cpu_threads: int = 1                          # torch's threads where the models run on the CPU: browsers need the rest
-    coordinates: str = "image"                    # the actor's coordinates: pixels of the resized image, or "page"
+    cpu_threads: int = 1                          # torch's, where models run on the CPU beside browsers
+    coordinates: str = "image"                    # the actor's: pixels of the resized image, or of the "page"
 
 
 def load_environment(cfg: RolloutConfig) -> Environment:
     """`make(cfg)` of env_NAME.py: a new environment needs such a file and nothing else."""
     if importlib.util.find_spec(f"env_{cfg.env}") is None:
-        raise UserError(f"--env {cfg.env}: there is no env_{cfg.env}.py; the environments are miniwob and webarena")
+        raise UserError(f"--env {cfg.env}: there is no env_{cfg.env}.py; there are miniwob and webarena")
     return importlib.import_module(f"env_{cfg.env}").make(cfg)
 
 
-# ------------------------------------------------------------------------------------------------------------ episodes
+# --------------------------------------------------------------------------------------------------- episodes
 def request_seed(*parts) -> int:
     """A 63-bit seed from what a draw depends on, equal on every rank and in every order."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
 class Agent:
-    """The two roles as an episode sees them: prompts in, samples out, through `ask(Request) -> Sample`."""
+    """The two roles as an episode sees them: prompts in, a Future of a sample out, through `ask(Request)`."""
 
     def __init__(self, prompts, cfg: RolloutConfig, ask):
         self.prompts, self.cfg, self.ask = prompts, cfg, ask
 
     def plan(self, instruction: str, png: bytes, k: int, seed: int) -> Future:
         """Eq. 1: d ~ π_D(· | x, o_0)."""
-        system, user = self.prompts.decomposer(instruction)
-        return self.ask(Request("decomposer", system, user, png, seed, self.cfg.temperature_D, self.cfg.max_tokens_D))
+        c, (system, user) = self.cfg, self.prompts.decomposer(instruction)
+        return self.ask(Request("decomposer", system, user, png, seed, c.temperature_D, c.max_tokens_D))
 
     def act(self, instruction: str, png: bytes, history: list[str], plan: str, seed: int) -> Future:
         """Eq. 2: a_t ~ π_A(· | x, o_t, h_t, d)."""
-        system, user = self.prompts.actor(instruction, history, plan)
-        return self.ask(Request("actor", system, user, png, seed, self.cfg.temperature_A, self.cfg.max_tokens_A))
+        c, (system, user) = self.cfg, self.prompts.actor(instruction, history, plan)
+        return self.ask(Request("actor", system, user, png, seed, c.temperature_A, c.max_tokens_A))
 
 
 def read_plan(k: int, sample) -> Plan:
-    """A sampled plan as the actor will read it; a malformed one is passed on as it is, clipped (PAPER-GAP 10)."""
+    """A sampled plan as the actor will read it; a malformed one as it is, clipped (PAPER-GAP 10)."""
     subtasks = parse_plan(sample.text)
     text = format_plan(subtasks) if subtasks else sample.text.strip()[:1000]
     return Plan(k, text, subtasks, not subtasks, sample)
@@ -227,14 +231,15 @@ def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
     session.settle()
     for t in range(cfg.max_steps):
         png = session.screenshot()
-        sample = session.answer(agent.act(instruction, png, history, episode.plan.text, request_seed(episode.seed, t)))
+        asked = agent.act(instruction, png, history, episode.plan.text, request_seed(episode.seed, t))
+        sample = session.answer(asked)
         action = actions.parse(sample.text)
         step = Step(png, sample, error=action.error)
         episode.steps.append(step)
         if not action.error:
-            page_size = session.env.width, session.env.height
-            seen = sample.image_size if cfg.coordinates == "image" else page_size
-            step.calls = tuple(actions.rescale(c, seen, page_size) for c in action.calls)
+            page = session.env.width, session.env.height
+            seen = sample.image_size if cfg.coordinates == "image" else page
+            step.calls = tuple(actions.rescale(c, seen, page) for c in action.calls)
             carry_out(session, step, cfg)
         step.line = history_line(action, step.error, session.notes)
         session.notes.clear()
@@ -270,19 +275,19 @@ def carry_out(session: Session, step: Step, cfg: RolloutConfig) -> None:
 
 
 def history_line(action, error: str, notes: list[str]) -> str:
-    """One step as later prompts tell it: the operation text, else the calls; then what went wrong (PAPER-GAPs 11, 12)."""
+    """One step as later prompts tell it: operation, else calls; then what went wrong (PAPER-GAPs 11, 12)."""
     said = action.operation or "; ".join(map(actions.format_call, action.calls)) or "(unreadable answer)"
     return " ".join(" | ".join([said, *([f"failed: {error}"] if error else []), *notes]).split())[:500]
 
 
-# ------------------------------------------------------------------------------------------------------------ the pool
-class Pool:
-    """`threads` browsers that run episodes; `run` answers their requests with the given models until all are done."""
+# --------------------------------------------------------------------------------------------------- the pool
+class Pool(contextlib.AbstractContextManager):
+    """Browsers that run episodes; `run` answers their requests with the given models until all are done."""
 
     def __init__(self, env: Environment, prompts, cfg: RolloutConfig):
         self.env, self.cfg, self.watchdog = env, cfg, Watchdog(cfg.memory)
         self.inbox = queue.SimpleQueue()          # (Request, Future), finished Episodes, exceptions
-        self.jobs = queue.PriorityQueue()         # (urgency, number, job): episodes of open tasks go before further tasks
+        self.jobs = queue.PriorityQueue()         # (urgency, number, job): open tasks go before further ones
         self.numbers, self.closing = itertools.count(), threading.Event()
         self.waiting, self.live = set(), set()    # Futures without an answer; Episodes under way
         self.agent = Agent(prompts, cfg, self._ask)
@@ -293,28 +298,29 @@ class Pool:
             t.start()
 
     def run(self, tasks: list[Task], K: int, M: int, seed, models: dict, use_plan=True, runs=(0,), bar=""):
-        """K plans for every task, M episodes for every plan; yields each (task, run)'s Group once it is complete.
+        """K plans for every task, M episodes for every plan; yields the Group of each task and run.
 
-        `models` maps a role to a function from a list of Requests to the list of their Samples. Requests' seeds come
-        from (seed, task, run, k, m, step) alone. Without `use_plan` there is one empty plan and no decomposer. `bar`
-        names the progress bar; "" for none.
+        `models` maps a role to a function from a list of Requests to the list of their Samples. Requests'
+        seeds come from (seed, task, run, k, m, step) alone. Without `use_plan` there is one empty plan and no
+        decomposer. `bar` names the progress bar; "" for none.
         """
         K = K if use_plan else 1
         groups = [Group(task, run) for task in tasks for run in runs]
         for group in groups:
-            self._put(1, lambda session, g=group: self._open(session, g, K, M, seed, use_plan))
+            job = partial(self._open, group=group, K=K, M=M, seed=seed, use_plan=use_plan)
+            self.jobs.put((1, next(self.numbers), job))
         left = {id(g): K * M for g in groups}
         with Progress(len(groups) * K * M, bar, self.live) as progress:
             while left:
                 got = self._gather()
+                for role, answer in models.items():
+                    self._answer([g for g in got if isinstance(g, tuple) and g[0].role == role], answer)
                 for episode in (e for e in got if isinstance(e, Episode)):
                     progress.count(episode)
                     left[id(episode.group)] -= 1
                     if not left[id(episode.group)]:
                         del left[id(episode.group)]
                         yield episode.group
-                for role, answer in models.items():
-                    self._answer([g for g in got if isinstance(g, tuple) and g[0].role == role], answer)
 
     def _answer(self, asked: list[tuple], answer) -> None:
         """One forward pass for up to max_batch requests at a time."""
@@ -324,15 +330,12 @@ class Pool:
                 self.waiting.discard(future)
                 future.set_result(sample)
 
-    def _put(self, urgency: int, job) -> None:
-        self.jobs.put((urgency, next(self.numbers), job))
-
     def _gather(self) -> list:
-        """Block for one message, then take all that have arrived. An exception from a thread ends the run here."""
+        """Block for one message, then take all that have arrived. A thread's exception ends the run here."""
         got = [self.inbox.get()]
         while not self.inbox.empty():
             got.append(self.inbox.get())
-        if error := next((g for g in got if isinstance(g, BaseException)), None):
+        for error in (g for g in got if isinstance(g, BaseException)):
             raise error
         return got
 
@@ -343,7 +346,7 @@ class Pool:
         return future
 
     def _open(self, session: Session, group: Group, K: int, M: int, seed, use_plan: bool) -> None:
-        """First look at a task: x and o_0, then its K plans (Eq. 1), then its K·M episodes as jobs of their own."""
+        """First look at a task: x and o_0, then its K plans (Eq. 1), then its K·M episodes, each a job."""
         def look():
             group.instruction = session.open(group.task)
             session.settle()
@@ -352,21 +355,24 @@ class Pool:
         kinds, error, _ = self._attempt(session, look)
         group.plans = [Plan(k) for k in range(K)]
         if use_plan and not error:
-            asked = [self.agent.plan(group.instruction, group.png, k, request_seed(*key, k)) for k in range(K)]
+            ask = partial(self.agent.plan, group.instruction, group.png)
+            asked = [ask(k, request_seed(*key, k)) for k in range(K)]
             group.plans = [read_plan(k, session.answer(f)) for k, f in enumerate(asked)]
-        group.episodes = [[Episode(group, plan, m, request_seed(*key, plan.k, m), error=error, secrets=session.secrets,
-                                   fault=kinds[-1] if error else "") for m in range(M)] for plan in group.plans]
+        told = {"error": error, "fault": kinds[-1] if error else "", "secrets": session.secrets}
+        group.episodes = [[Episode(group, plan, m, request_seed(*key, plan.k, m), **told) for m in range(M)]
+                          for plan in group.plans]
         group.episodes[0][0].retried = kinds[:-1] if error else kinds
         for episode in (e for row in group.episodes for e in row):
             if error:
                 self.inbox.put(episode)
             else:
-                self._put(0, lambda session, e=episode: self._episode(session, e))
+                self.jobs.put((0, next(self.numbers), partial(self._episode, episode=episode)))
 
     def _episode(self, session: Session, episode: Episode) -> None:
         start = time.monotonic()
         self.live.add(id(episode))
-        kinds, episode.error, episode.details = self._attempt(session, lambda: run_episode(session, self.agent, episode))
+        work = partial(run_episode, session, self.agent, episode)
+        kinds, episode.error, episode.details = self._attempt(session, work)
         self.live.discard(id(episode))
         episode.seconds, episode.secrets = time.monotonic() - start, session.secrets
         if episode.error:
@@ -375,7 +381,7 @@ class Pool:
         self.inbox.put(episode)
 
     def _attempt(self, session: Session, work) -> tuple[list[str], str, dict]:
-        """Run `work`, again when the browser or the site broke it: kinds of the faults, last traceback or "", details."""
+        """Run `work`, again where browser or site broke it; kinds of fault, last traceback or "", details."""
         kinds, error, details = [], "", {}
         for attempt in range(1 + self.cfg.retries):
             session.deadline = time.monotonic() + self.cfg.deadline
@@ -384,7 +390,7 @@ class Pool:
                 return kinds, "", details | self.env.leave(session)
             except web_errors() as e:
                 kinds.append(session.fault(e))
-                error = traceback.format_exc()
+                error = traceback.format_exc().split("\nBrowser logs:")[0]
             finally:
                 session.deadline = float("inf")
             details = self.env.leave(session)
@@ -413,7 +419,7 @@ class Pool:
         """End all browsers; returns within 15 s whatever the pages do."""
         self.closing.set()
         for _ in self.threads:
-            self._put(-1, None)
+            self.jobs.put((-1, next(self.numbers), None))
         for future in list(self.waiting):
             future.cancel()
         start = time.monotonic()
@@ -424,42 +430,33 @@ class Pool:
                 if thread.is_alive():
                     session.kill("closed")
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, *_):
         self.close()
 
 
-class Progress:
+class Progress(tqdm):
     """Episodes done, live, successful, lost to infrastructure, and steps per second, where a person waits."""
 
     def __init__(self, total: int, name: str, live: set):
-        self.bar = tqdm(total=total, desc=name, unit="episode", disable=not name, leave=False)
-        self.live, self.success, self.infra, self.steps, self.start = live, 0, 0, 0, time.monotonic()
+        super().__init__(total=total, desc=name, unit="episode", disable=not name, leave=False)
+        self.live, self.success, self.infra, self.steps, self.begun = live, 0, 0, 0, time.monotonic()
 
     def count(self, episode: Episode) -> None:
         self.success += episode.status == "success"
         self.infra += episode.status == "infra"
         self.steps += len(episode.steps)
-        self.bar.update()
-        self.bar.set_postfix(live=len(self.live), success=self.success, infra=self.infra,
-                             steps_per_s=f"{self.steps / (time.monotonic() - self.start):.1f}", refresh=False)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.bar.close()
+        self.update()
+        self.set_postfix(live=len(self.live), success=self.success, infra=self.infra, refresh=False,
+                         steps_per_s=f"{self.steps / (time.monotonic() - self.begun):.1f}")
 
 
 def fault_counts(episodes: list[Episode]) -> dict[str, int]:
     """How often each kind of fault cost an episode (`infra_KIND`) or an attempt at one (`retried_KIND`)."""
-    kinds = [f"infra_{e.fault}" for e in episodes if e.fault] + [f"retried_{k}" for e in episodes for k in e.retried]
-    return dict(sorted(Counter(kinds).items()))
+    lost = [f"infra_{e.fault}" for e in episodes if e.fault]
+    return dict(sorted(Counter(lost + [f"retried_{kind}" for e in episodes for kind in e.retried]).items()))
 
 
-# ------------------------------------------------------------------------------------------------------------ the log
+# ---------------------------------------------------------------------------------------------------- the log
 class EpisodeLog:
     """episodes.jsonl and its screenshots, one directory. Equal screenshots are stored once."""
 
@@ -475,17 +472,18 @@ class EpisodeLog:
 
     def line(self, e: Episode, batch: int) -> dict:
         task = e.group.task
-        line = {"batch": batch, "task": task.id, "site": task.site, "instance": task.seed, "run": e.group.run, "k": e.plan.k,
-                "m": e.m, "seed": e.seed, "instruction": e.group.instruction, "plan": e.plan.text,
-                "subtasks": [[g.title, g.goal] for g in e.plan.subtasks], "malformed": e.plan.malformed,
-                "status": e.status, "reward": e.reward, "rewards": e.rewards, "reason": e.reason, "answer": e.answer,
-                "seconds": round(e.seconds, 3), "fault": e.fault, "retried": e.retried, "error": e.error,
-                "details": e.details, "first_shot": self.shot(e.steps[0].png) if e.steps else None,
-                "final_shot": self.shot(e.final_png),
-                "steps": [{"shot": self.shot(s.png), "text": s.sample.text, "history": s.line, "error": s.error,
-                           "calls": [actions.format_call(c) for c in s.calls], "point": point(s.calls),
-                           "n_tokens": len(s.sample.response_ids)} for s in e.steps]}
-        return redact(line, e.secrets)
+        steps = [{"shot": self.shot(s.png), "text": s.sample.text, "history": s.line, "error": s.error,
+                  "calls": [actions.format_call(c) for c in s.calls], "n_tokens": len(s.sample.response_ids),
+                  "point": next(([c["x"], c["y"]] for c in s.calls if c.args.get("x") is not None), None)}
+                 for s in e.steps]
+        return redact({
+            "batch": batch, "task": task.id, "site": task.site, "instance": task.seed, "run": e.group.run,
+            "k": e.plan.k, "m": e.m, "seed": e.seed, "instruction": e.group.instruction, "plan": e.plan.text,
+            "subtasks": [[g.title, g.goal] for g in e.plan.subtasks], "malformed": e.plan.malformed,
+            "status": e.status, "reward": e.reward, "rewards": e.rewards, "reason": e.reason,
+            "answer": e.answer, "seconds": round(e.seconds, 3), "fault": e.fault, "retried": e.retried,
+            "error": e.error, "details": e.details, "first_shot": steps[0]["shot"] if steps else None,
+            "final_shot": self.shot(e.final_png), "steps": steps}, e.secrets)
 
     def shot(self, png: bytes | None) -> str | None:
         """Store a screenshot under its hash; the name relative to the directory."""
@@ -495,8 +493,3 @@ class EpisodeLog:
         if not (self.directory / name).exists():
             write_atomic(self.directory / name, png)
         return name
-
-
-def point(calls) -> list | None:
-    """Where the first call with coordinates landed, in page pixels."""
-    return next(([c.args["x"], c.args["y"]] for c in calls if c.args.get("x") is not None and c.args.get("y") is not None), None)

@@ -1,7 +1,7 @@
 """GUI demonstrations in ScaleCUA's files -> records (one step each) and trajectories, for stages 1 and 2.
 
 A meta file names annotation files (JSONL, one line = one step) with their image roots; it may also be a list
-of meta files. `read_records` streams the records, `TrajectoryFiles` rebuilds trajectories with an index of 40
+of meta files. `read_records` streams the records, `TrajectoryFiles` rebuilds trajectories with an index of 32
 bytes per step instead of the data, `load_decompositions` reads what stage 1 wrote. What cannot be used goes
 to a quarantine file, one line {"where", "reason"}; every irregularity that is handled is counted in
 `Quarantine.counts`.
@@ -16,6 +16,7 @@ writes them in pixels. PAPER-GAPs, the paper does not say how trajectories are r
   trajectories.
 """
 
+import io
 import json
 import random
 import re
@@ -35,6 +36,7 @@ import runtime
 PLATFORMS = {"windows": "Windows", "macos": "macOS", "mac": "macOS", "ubuntu": "Linux", "linux": "Linux",
              "android": "Android", "mobile": "Android", "iphone": "iOS", "ipad": "iOS", "web": "Web",
              "mind2web": "Web"}
+IMAGE_ERRORS = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what PIL raises
 MIN_SIDE = 28  # pixels; a smaller image has no visual token
 
 
@@ -290,7 +292,23 @@ def load_image(path: Path) -> Image.Image:
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+    except IMAGE_ERRORS as e:
+        raise ValueError(f"image {path}: {e}") from None
+
+
+def read_image(path: Path) -> tuple[bytes, tuple[int, int]]:
+    """(file, (width, height)) of a screenshot that is whole, else ValueError as above. A hundred times
+    cheaper than decoding it: a PNG has checksums, a JPEG its end marker."""
+    try:
+        data = path.read_bytes()
+        with Image.open(io.BytesIO(data)) as image:
+            size = image.size
+            if image.format == "PNG":
+                image.verify()
+            elif image.format != "JPEG" or not data.endswith(b"\xff\xd9"):
+                image.load()
+            return data, size
+    except IMAGE_ERRORS as e:
         raise ValueError(f"image {path}: {e}") from None
 
 
@@ -314,7 +332,7 @@ def build_trajectories(records: Iterable[Record], quarantine: Quarantine | None 
 class TrajectoryFiles:
     """All trajectories of the meta files, read as they are asked for: `len()` runs at most, in a fixed order.
 
-    Opening reads every line once and keeps (group, step, file, offset, line number) in arrays; iterating
+    Opening reads every line once and keeps (group, file, offset, line number) in an array; iterating
     reads the lines of one trajectory at a time, wherever they are in the files.
     """
 
@@ -337,35 +355,36 @@ class TrajectoryFiles:
                     if history is not None:
                         key = blake2b(trajectory_id(task, entry.root / image).encode(), digest_size=16)
                         group = ids.setdefault(key.digest(), len(ids))
-                        index.extend((group, len(history), file, here, number))
+                        index.extend((group, file, here, number))
                     elif image:
                         quarantine.note("records without a history")
         self._n = len(ids)
-        table = np.array(index, dtype=np.int64).reshape(-1, 5)
-        self._index = table[np.lexsort((table[:, 3], table[:, 2], table[:, 1], table[:, 0]))]
+        table = np.array(index, dtype=np.int64).reshape(-1, 4)
+        self._index = table[np.argsort(table[:, 0], kind="stable")]
 
     def __len__(self) -> int:
         return self._n
 
     def __iter__(self) -> Iterator[Trajectory]:
-        starts = np.flatnonzero(np.diff(self._index[:, 0], prepend=-1))
+        starts = np.flatnonzero(np.diff(self._index[:, 0], prepend=-1, append=len(self)))
         files = [open(e.annotation, "rb") for e in self.entries]
         try:
-            for rows in np.split(self._index, starts[1:]) if len(starts) else ():
-                yield from _assemble(list(self._read(rows, files)), self.quarantine)
+            for begin, end in zip(starts, starts[1:]):
+                yield from _assemble(list(self._read(self._index[begin:end], files)), self.quarantine)
         finally:
             for f in files:
                 f.close()
 
     def _read(self, rows, files) -> Iterator[Record]:
-        for _, _, file, offset, number in rows.tolist():
+        for _, file, offset, number in rows.tolist():
             files[file].seek(offset)
             where = f"{self.entries[file].annotation}:{number}"
             try:
                 record = parse_record(files[file].readline(), self.entries[file], where, self.quarantine)
-                yield record
             except ValueError as e:
                 self.quarantine.leave_out(where, str(e))
+                continue
+            yield record
 
 
 def _assemble(records: list[Record], quarantine: Quarantine) -> list[Trajectory]:

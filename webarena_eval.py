@@ -10,7 +10,7 @@ Pages come in through a small interface, so that everything also runs on fake on
     browser.open(url) -> page in a tab of its own, Unknown when the site is down
     browser.site(name) -> address    browser.account(name) -> (user, password)
     browser.json(url, body=None, token="") -> decoded JSON, Unknown when there is none
-    judge(kind, question, reference, answer) -> the judge's reply, kind "answer" or "reason"; Unknown in an outage
+    judge(kind, question, reference, answer) -> the judge's reply, kind answer or reason; Unknown in an outage
 
 What cannot be known is never a silent 0: in `fixed` the score is then None, unless another rule fails anyway.
 """
@@ -30,7 +30,8 @@ NOTES = ("EXACT", "GOLD in PRED")
 
 
 class ScriptError(Exception):
-    """A page's JavaScript threw, because the element is not there, say: an empty element, not a broken page."""
+    """A page's JavaScript threw, because the element is not there, say: an empty element, not a broken page.
+    """
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,8 @@ ROLES = """Object.fromEntries(
 
 
 def gitlab_get_project_memeber_role(browser, page, account: str) -> str:
-    """The role in @account's row of a project's members, "" without such a row. (The name is spelt as published.)
-    """
+    """The role in @account's row of a project's members, "" without such a row. (The name is spelt as
+    published.)"""
     try:
         return (page.read(ROLES, ()) or {}).get(f"@{account}", "")
     except ScriptError:
@@ -99,8 +100,8 @@ HELPERS = {f.__name__: (f, arguments) for f, arguments in (
 
 
 def parse_helper(text: str) -> tuple[Callable, list]:
-    """`func:name('literal', __page__)` -> the function and its arguments, PAGE for the page. Nothing is evaluated:
-    Unknown for any other name, form, or number and kind of arguments."""
+    """`func:name('literal', __page__)` -> the function and its arguments, PAGE for the page. Nothing is
+    evaluated: Unknown for any other name, form, or number and kind of arguments."""
     try:
         call = ast.parse(text.removeprefix("func:").strip(), mode="eval").body
     except (SyntaxError, ValueError):
@@ -124,13 +125,14 @@ def call_helper(text: str, page, browser):
     try:
         return function(browser, *arguments)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
-        raise Unknown(f"{function.__name__}: the site's reply has another form ({type(e).__name__}: {e})") from e
+        raise Unknown(f"{function.__name__}: the site's reply has another form ({e!r})") from e
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
 @dataclass
 class Case:
-    """What is scored: the task's `eval` with addresses filled in, the answer, and the means to find out more."""
+    """What is scored: the task's `eval` with addresses filled in, the answer, and the means to find out more.
+    """
     rules: dict
     intent: str
     answer: str
@@ -142,7 +144,8 @@ class Case:
 
 @dataclass
 class Check:
-    """One factor of the product. `holds` -> whether it holds, and what it was applied to; or raises Unknown."""
+    """One factor of the product. `holds` -> whether it holds, and what it was applied to; or raises Unknown.
+    """
     cost: int           # 0 text, 1 page, 2 judge
     name: str
     holds: Callable
@@ -151,7 +154,8 @@ class Check:
 def evaluate(rules: dict, intent: str, answer: str, page, browser, judge, profile: Profile) -> Score:
     """The product over the task's eval_types (each counts once). A 0 ends it; `fixed` asks the judge last."""
     case = Case(rules, intent, profile.clean(answer), page, browser, judge, profile)
-    checks = [c for kind in dict.fromkeys(rules["eval_types"]) for c in EVALUATORS.get(kind, _no_such_type)(case)]
+    kinds = dict.fromkeys(rules["eval_types"])
+    checks = [check for kind in kinds for check in EVALUATORS.get(kind, _no_such_type)(case)]
     if not profile.agents_page:
         checks.sort(key=lambda check: check.cost)
     unknown = [] if checks or profile.agents_page else ["there is nothing to check"]
@@ -183,7 +187,8 @@ def _no_such_type(case: Case) -> list[Check]:
 
 
 def string_match(case: Case) -> list[Check]:
-    """One check per rule of reference_answers, on the answer; rules that a profile does not know are passed over."""
+    """One check per rule of reference_answers, on the answer; rules that a profile does not know are passed
+    over."""
     answers = case.rules.get("reference_answers") or {}
     return [_check(case, 0, "string_match", rule, value, case.profile.split, lambda: case.answer)
             for rule, value in answers.items() if rule == "fuzzy_match" or rule in case.profile.rules]
@@ -211,7 +216,7 @@ def program_html(case: Case) -> list[Check]:
         checks += [_check(case, 1, name, rule, contents[rule], RULES, read)
                    for rule in known[:1 if profile.first_only else None]]
         if not known:
-            checks.append(Check(1, name, lambda keys=list(contents): _raise(f"no rule among {keys} is known")))
+            checks.append(Check(1, name, lambda keys=list(contents): _raise(f"no rule of {keys} is known")))
     return checks
 
 
@@ -238,14 +243,15 @@ def _check(case: Case, cost: int, name: str, rule: str, value, split: tuple, rea
 
     def holds():
         text = read()
-        each = (any(match(option, text, len(wanted) == 1) for option in (w.split(OR) if rule in split else [w]))
-                for w in wanted)
+        options = (w.split(OR) if rule in split else [w] for w in wanted)
+        each = (any(match(option, text, len(wanted) == 1) for option in some) for some in options)
         return (any if rule == "one_of" else all)(each), text
     return Check(cost, name, holds)
 
 
 def _fuzzy(case: Case, value, text: str) -> tuple[bool, str]:
-    """The judge compares. Where the reference is N/A, an answer other than that must give string_note's reason."""
+    """The judge compares. Where the reference is N/A, an answer other than that must give string_note's
+    reason."""
     p = case.profile
     if value == "N/A" or value == ["N/A"] and not p.agents_page:
         note = case.rules.get("string_note") or ""
@@ -283,13 +289,14 @@ def _element(case: Case, target: dict) -> str:
             case.page = page
     if not locator:
         value = page.content()
-        if page.missing and not p.agents_page:  # the head of a 404 page repeats the address that was asked for
+        if page.missing and not p.agents_page:  # the head of a 404 page repeats its address
             value = re.sub(r"<(head|script|style)\b.*?</\1>|<[^>]*>", " ", value, flags=re.S | re.I)
     elif locator.startswith("func:"):
         value = call_helper(locator, page, case.browser)
     elif locator.startswith(p.locators):
         try:
-            value = page.read(locator.removeprefix("lambda:").strip(), tuple(target.get("prep_actions") or ()))
+            preparations = tuple(target.get("prep_actions") or ())
+            value = page.read(locator.removeprefix("lambda:").strip(), preparations)
         except ScriptError:
             value = ""
     else:
@@ -304,7 +311,8 @@ def problems(rules: dict) -> list[str]:
     kinds, answers = rules.get("eval_types") or [], rules.get("reference_answers") or {}
     targets = rules.get("program_html") or []
     found = [] if kinds else ["it has no evaluator"]
-    found += [f"the eval type {k!r} is not one of {', '.join(EVALUATORS)}" for k in kinds if k not in EVALUATORS]
+    found += [f"the eval type {kind!r} is not one of {', '.join(EVALUATORS)}"
+              for kind in kinds if kind not in EVALUATORS]
     if "string_match" in kinds:
         found += _rule_problems("reference_answers", answers)
     if "url_match" in kinds and not rules.get("reference_url"):
@@ -320,7 +328,8 @@ def problems(rules: dict) -> list[str]:
 def _rule_problems(where: str, rules) -> list[str]:
     if not isinstance(rules, dict) or not rules:
         return [f"{where} has no rule"]
-    found = [f"the rule {rule!r} in {where} is not one of {', '.join(RULES)}" for rule in rules if rule not in RULES]
+    found = [f"the rule {rule!r} in {where} is not one of {', '.join(RULES)}"
+             for rule in rules if rule not in RULES]
     for rule, value in rules.items():
         values = value if isinstance(value, list) else [value]
         if not values or not all(isinstance(v, str) and v for v in values):

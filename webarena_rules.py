@@ -1,8 +1,8 @@
-"""What counts as a match in WebArena's evaluators: of texts, numbers, addresses, verdicts; four profiles as tables.
+"""What counts as a match in WebArena's evaluators: texts, numbers, addresses, verdicts; profiles as tables.
 
-`fixed`, the default, is meant to be right. `scalecua_v2`, `vab` and `webarena` match as the evaluators published
-with WebArena-Lite-v2, VisualAgentBench and WebArena do, faults included; each fault is in its own profile only.
-A rule is a function (reference, text, alone) -> bool; `alone` says that the reference is the only one of its list.
+`fixed`, the default, is meant to be right. `scalecua_v2`, `vab` and `webarena` match as the evaluators
+published with WebArena-Lite-v2, VisualAgentBench and WebArena do, faults included; each fault is in its own
+profile only. A rule is a function (reference, text, alone) -> bool; `alone`: the only reference of its list.
 
 Known limits of `fixed`: numbers in words ("two") are not read; a right number beside a wrong one passes.
 """
@@ -28,9 +28,9 @@ SAME = str.maketrans({**dict.fromkeys("\u2018\u2019\u201b\u2032", "'"), "\u200b"
                       **dict.fromkeys("\u201c\u201d\u2033", '"'),
                       **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-")})
 WORD = re.compile(r"""
-    (?P<opaque>\d+(?:[-/:.]\d+){2,}|\d{1,2}:\d\d(?!\d))     # date, time, version: the numbers inside do not count
+    (?P<opaque>\d+(?:[-/:.]\d+){2,}|\d{1,2}:\d\d(?!\d))     # date, time, version: no numbers inside
   | (?P<number>(?:(?<![\w.-])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?)
-        (?=(?:[^\W\d_]+\d+)?[^\W\d_]+(?!\w)|(?!\w))         # alone or before a unit: 914km, 3h30min, but not 16x24
+        (?=(?:[^\W\d_]+\d+)?[^\W\d_]+(?!\w)|(?!\w))         # alone, or with unit: 914km, 3h30min; not 16x24
   | (?P<unit>(?<=\d)[^\W\d_]+(?=\d))                        # the h of 3h30min
   | (?P<code>(?=\w*\d)[^\W_]+)                              # letters and digits in one: B0738JQG6Q, 1000xm3
   | (?P<word>[^\W\d_]+(?:'(?!s\b)[^\W\d_]+)*)               # can't is one word, Teofila's is two
@@ -39,7 +39,8 @@ WORD = re.compile(r"""
 
 
 def tidy(text: str) -> str:
-    """One spelling of what looks the same: quotes, dashes, white space, case; no pair of quotes around it all."""
+    """One spelling of what looks the same: quotes, dashes, white space, case; no pair of quotes around it
+    all."""
     text = " ".join(unicodedata.normalize("NFC", text).translate(SAME).split()).casefold()
     return text[1:-1].strip() if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
@@ -64,8 +65,8 @@ def excludes(reference: str, text: str, alone: bool = True) -> bool:
 
 
 def equals(reference: str, text: str, alone: bool = True) -> bool:
-    """Equal but for case, white space, quotes around it and a full stop at the end; "748 m" is "748m", and "20"
-    is "20.00", but a number that starts with 0 is a code. (webarena#104, #134)"""
+    """Equal but for case, white space, quotes around it and a full stop at the end; "748 m" is "748m", and
+    "20" is "20.00", but a number that starts with 0 is a code. (webarena#104, #134)"""
     a, b = (re.sub(r"(?<=\d) (?=[^\W\d_]+$)", "", re.sub(r"(?<=[^\W_])\.$", "", tidy(t)))
             for t in (reference, text))
     plain = re.compile(r"-?(?:[1-9]\d*|0)(?:\.\d+)?")
@@ -102,15 +103,15 @@ def stripped_unquoted_lower(text: str) -> str:
     return unquoted_lower(text.strip())
 
 
-ABBREVIATIONS = frozenset("a.m p.m u.s dr mr mrs ms st vs co inc ltd jr sr ave ft jan feb aug sept oct nov dec "
-                          "n.c n.j n.y d.c pa ma".split())
+ABBREVIATIONS = frozenset("a.m p.m u.s dr mr mrs ms st vs co inc ltd jr sr ave ft jan feb aug sept oct nov "
+                          "dec n.c n.j n.y d.c pa ma".split())
 
 
 def tokens(text: str) -> list[str]:
     """nltk's `word_tokenize` for lower-case English, without nltk and its data; equal to it on 99 % of the
-    references and intents of the task files within answers. Symbols and brackets stand alone; a comma or colon
-    stays before a digit; a full stop is a token of its own at the end of the text or of a sentence, and no
-    sentence ends at an initial, an abbreviation, or a number with a word behind it."""
+    references and intents of the task files within answers. Symbols and brackets stand alone; a comma or
+    colon stays before a digit; a full stop is a token of its own at the end of the text or of a sentence, and
+    no sentence ends at an initial, an abbreviation, or a number with a word behind it."""
     def stop(m):
         stem, closing, rest = m[1], m[2], text[m.end():].lstrip()
         bare = re.split(r"[\s(\[{<\"`]", stem)[-1].rsplit("-", 1)[-1]
@@ -135,7 +136,8 @@ def one_character(ref: str, text: str, alone: bool) -> bool:
 
 
 def token(ref: str, text: str, alone: bool) -> bool:
-    """VisualAgentBench: a reference of one token must be a token of the text, or a part of one between slashes."""
+    """VisualAgentBench: a reference of one token must be a token of the text, or a part of one between
+    slashes."""
     return whole_token(ref, text, alone) or len(tokens(ref)) == 1 and any(
         ref in t.split("/") for t in tokens(text) if "/" in t)
 
@@ -168,9 +170,9 @@ def same(ref: str, text: str, alone: bool) -> bool:
 # ------------------------------------------------------------------------------------------------- addresses
 def same_place(url: str, references: list[str], note: str) -> bool:
     """Host, path and query against each reference, whatever the scheme, the order of the query, and case and
-    escapes in the path. EXACT: equal. GOLD in PRED: the reference's path is the start of the path, cut at a slash,
-    and its query is part of the query. A fragment or a host counts where the reference has one (one of ScaleCUA's
-    has lost it). (webarena#25, PR#44, PR#77)"""
+    escapes in the path. EXACT: equal. GOLD in PRED: the reference's path is the start of the path, cut at a
+    slash, and its query is part of the query. A fragment or a host counts where the reference has one (one of
+    ScaleCUA's has lost it). (webarena#25, PR#44, PR#77)"""
     def parts(u):
         p = urlsplit(u.strip())
         host = (p.hostname or "").replace("localhost", "127.0.0.1")
@@ -194,7 +196,8 @@ def url_text(url: str, references: list[str], note: str) -> bool:
 
 
 def url_pooled(url: str, references: list[str], note: str) -> bool:
-    """WebArena: some host and path within the page's; for every query key of any reference one of its values."""
+    """WebArena: some host and path within the page's; for every query key of any reference one of its values.
+    """
     def parts(u):
         p = urlsplit(u.rstrip("/"))
         return p.netloc + p.path, parse_qs(p.query)
@@ -217,7 +220,9 @@ def anywhere(kind: str, reply: str) -> bool | None:
     """The published evaluators': the word anywhere in the reply."""
     no, yes = {"answer": ("incorrect", "correct"), "reason": ("different", "same")}[kind]
     reply = reply.lower()
-    return False if "partially correct" in reply and kind == "answer" or no in reply else True if yes in reply else None
+    if no in reply or kind == "answer" and "partially correct" in reply:
+        return False
+    return True if yes in reply else None
 
 
 def anywhere_or_no(kind: str, reply: str) -> bool | None:
@@ -239,7 +244,7 @@ class Profile:
     url: Callable                    # (page's address, references, note) -> bool
     note: str                        # url_match's rule where a task names none
     verdict: Callable                # (kind, the judge's reply) -> bool, None where it is no verdict
-    split: tuple = ("must_include", "required_values")  # string_match's rules in which ` |OR| ` is an alternative
+    split: tuple = ("must_include", "required_values")  # string_match's rules where ` |OR| ` has alternatives
     html_rules: tuple = NO_ONE_OF    # the keys of required_contents that are known, in the order of looking
     first_only: bool = True          # only the first such key of a target is looked at
     each: bool = False               # one judge call per fuzzy reference, not one for all of them
@@ -258,7 +263,7 @@ PROFILES = {
         first_only=False, unescape=True, agents_page=False, none_text="",
         rules={"exact_match": equals, "must_include": includes, "must_exclude": excludes, "one_of": includes,
                "required_values": satisfies}),
-    # ScaleCUA's faults: must_exclude lost its `not`, helpers are not imported, every error counts as a failure
+    # ScaleCUA's faults: must_exclude lost its `not`, helpers are not imported, an error is a failure
     "scalecua_v2": Profile(
         clean=unquoted_lower, url=url_text, note="EXACT", verdict=anywhere_or_no, helpers=False, crash=0.0,
         rules=on_clean(unquoted_lower, exact_match=same, must_include=substring, must_exclude=substring,
@@ -268,7 +273,8 @@ PROFILES = {
         rules=on_clean(unquoted_lower, exact_match=same, must_include=token, must_exclude=no_token,
                        one_of=substring, required_values=integer)),
     "webarena": Profile(
-        clean=stripped_unquoted_lower, url=url_pooled, note="GOLD in PRED", verdict=anywhere, split=(), each=True,
-        asks_empty=True, unescape=True, html_rules=("exact_match", "must_include"), locators=("document.", "[...document."),
+        clean=stripped_unquoted_lower, url=url_pooled, note="GOLD in PRED", verdict=anywhere, split=(),
+        each=True, asks_empty=True, unescape=True, html_rules=("exact_match", "must_include"),
+        locators=("document.", "[...document."),
         rules=on_clean(stripped_unquoted_lower, exact_match=same, must_include=one_character)),
 }

@@ -1,12 +1,12 @@
 """The sites behind WebArena's tasks: sites.json, accounts and log-in, replicas and their leases, resets.
 
-An episode leases one replica of every site it needs. Readers share a replica, a state-changing episode has it alone;
-waiting ones are served in turn, so that readers cannot starve a writer. The locks are files that the kernel frees
-when a process dies, so they hold between threads, ranks and runs of one machine (on a shared folder, of several).
-Beside each lock lie the count of leases so far and whether a writer has been there since the last reset.
+An episode leases one replica of every site it needs. Readers share a replica, a state-changing episode has it
+alone; waiting ones are served in turn, so that readers cannot starve a writer. The locks are files that the
+kernel frees when a process dies, so they hold between threads, ranks and runs of one machine (on a shared
+folder, of several). Beside each lock lie the count of leases so far and whether a writer has been there since
+the last reset.
 
-Passwords stay in here: no error text, log or episode contains one.
-"""
+Passwords stay in here: no error text, log or episode contains one."""
 
 import contextlib
 import fcntl
@@ -45,11 +45,6 @@ class Replica:
     reset: str = ""
 
     @property
-    def origin(self) -> str:
-        parts = urlsplit(self.address)
-        return f"{parts.scheme}://{parts.netloc}"
-
-    @property
     def slug(self) -> str:
         return re.sub(r"[^A-Za-z0-9.]+", "_", urlsplit(self.address).netloc)
 
@@ -63,8 +58,8 @@ class Site:
 
 # ------------------------------------------------------------------------------------------------ sites.json
 def load_sites(path) -> dict[str, Site | None]:
-    """sites.json -> sites by name, None for one that is not there on purpose. ScaleCUA's webarena_url.json is read too
-    (its names end in _URL). Raises UserError for a file, name or address that cannot be used."""
+    """sites.json -> sites by name, None for one that is not there on purpose. ScaleCUA's webarena_url.json is
+    read too (its names end in _URL). Raises UserError for a file, name or address that cannot be used."""
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -76,7 +71,8 @@ def load_sites(path) -> dict[str, Site | None]:
     for key, entry in given.items():
         name = key.lower().removesuffix("_url")
         if name not in KNOWN:
-            raise UserError(f"sites file {path}: no site is called {key!r}; the names are {', '.join(sorted(KNOWN))}")
+            raise UserError(f"sites file {path}: no site is called {key!r}; the names are "
+                            f"{', '.join(sorted(KNOWN))}")
         sites[name] = None if entry is None else _site(path, name, entry)
     return sites
 
@@ -95,18 +91,20 @@ def _site(path, name: str, entry) -> Site:
     accounts = {who: _account(path, who, entry.get(key)) for who, key in
                 ((name, "account"), ("shopping_site_admin", "rest_account")) if entry.get(key)}
     resets = resets * len(addresses) if len(resets) == 1 else resets
-    return Site(name, tuple(Replica(name, a.strip().rstrip("/"), r) for a, r in zip(addresses, resets)), accounts)
+    replicas = tuple(Replica(name, a.strip().rstrip("/"), r) for a, r in zip(addresses, resets))
+    return Site(name, replicas, accounts)
 
 
 def _account(path, who: str, given) -> tuple[str, str]:
     if not isinstance(given, dict) or given.keys() != {"username", "password"}:
-        raise UserError(f"sites file {path}: the account of {who} needs username and password, and nothing else")
+        raise UserError(f"sites file {path}: the account of {who} needs username and password, only")
     return given["username"], given["password"]
 
 
 # --------------------------------------------------------------------------------------------------- network
 def fetch(url: str, body=None, token: str = "", timeout: float = 30.0) -> tuple[str, bytes]:
-    """GET, or POST a JSON body -> (final address, content). SiteError for anything but a 2xx reply in time."""
+    """GET, or POST a JSON body -> (final address, content). SiteError for anything but a 2xx reply in time.
+    """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     data = None if body is None else json.dumps(body).encode()
     try:
@@ -117,15 +115,15 @@ def fetch(url: str, body=None, token: str = "", timeout: float = 30.0) -> tuple[
 
 
 def check_address(replica: Replica) -> None:
-    """SiteError unless the site answers at its own address: Magento, for one, sends visitors to the address it was
-    installed with (webarena#18, VWA#35)."""
+    """SiteError unless the site answers at its own address: Magento, for one, sends visitors to the address
+    it was installed with (webarena#18, VWA#35)."""
     try:
         where, _ = fetch(replica.address + "/")
     except SiteError as e:
         raise SiteError(f"site {replica.site}: {e}") from None
     if urlsplit(where).netloc != urlsplit(replica.address).netloc:
-        raise SiteError(f"site {replica.site}: {replica.address} redirects to {where}; set the site's own base URL to "
-                        f"the address in the sites file")
+        raise SiteError(f"site {replica.site}: {replica.address} redirects to {where}; set the site's own base "
+                        f"URL to the address in the sites file")
 
 
 def reset(replica: Replica, timeout: float) -> None:
@@ -170,15 +168,14 @@ class Leases:
     changed = threading.Condition()     # notified when a thread of this process frees something
 
     def __init__(self, directory, timeout: float = 3600.0):
-        self.directory, self.timeout = Path(directory), timeout
+        self.directory, self.timeout, self.closed = Path(directory), timeout, False
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def acquire(self, wanted: list[tuple[Site, bool]]) -> list[Lease]:
         """One replica per (site, exclusive), all or nothing; SiteError after `timeout` seconds of waiting.
 
-        Sites are taken in the order of their names, and whoever holds a replica waits for no earlier one: no two
-        episodes can wait for each other.
-        """
+        Sites are taken in the order of their names, and whoever holds a replica waits for no earlier one: no
+        two episodes can wait for each other."""
         held, deadline = [], time.monotonic() + self.timeout
         try:
             for site, exclusive in sorted(wanted, key=lambda w: w[0].name):
@@ -189,8 +186,15 @@ class Leases:
             raise
         return held
 
+    def close(self) -> None:
+        """Whoever waits gives up."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
     def _one(self, site: Site, exclusive: bool, deadline: float) -> Lease:
-        """Behind the gate of the site stands one at a time, so replicas are given out in the order of asking."""
+        """Behind the gate of the site stands one at a time, so replicas are given out in the order of asking.
+        """
         name = hashlib.sha256(repr(sorted(r.address for r in site.replicas)).encode()).hexdigest()[:12]
         gate = self._until(lambda: _lock(self.directory / f"{site.name}.{name}.gate", True), deadline, site)
         try:
@@ -213,10 +217,11 @@ class Leases:
         return None
 
     def _until(self, attempt, deadline: float, site: Site):
-        """Repeat until it succeeds; woken by this process's releases, and often enough for those of others."""
+        """Repeat until it succeeds; woken by this process's releases, and often enough for those of others.
+        """
         with self.changed:
             while (got := attempt()) is None:
-                if time.monotonic() > deadline:
+                if self.closed or time.monotonic() > deadline:
                     raise SiteError(f"site {site.name}: no replica became free within {self.timeout:.0f} s")
                 self.changed.wait(0.2)
         return got
@@ -247,8 +252,9 @@ def _write_state(path: Path, order: int, dirty: bool) -> None:
 # ---------------------------------------------------------------------------------------------------- log-in
 @dataclass(frozen=True)
 class Door:
-    """A site's log-in form. Fields are (how to find it, text); `inside` is a page that only members see, `keyword` a
-    word on it; without a keyword, a visitor without a session is sent elsewhere (formats.md 2.6)."""
+    """A site's log-in form. Fields are (how to find it, text); `inside` is a page that only members see,
+    `keyword` a word on it; without a keyword, a visitor without a session is sent elsewhere (formats.md 2.6).
+    """
     form: str
     user: tuple[str, str]
     password: tuple[str, str]
@@ -258,10 +264,10 @@ class Door:
 
 
 DOORS = {
-    "shopping": Door("/customer/account/login/", ("label", "Email"), ("label", "Password"), ("button", "Sign In"),
-                     "/wishlist/"),
-    "shopping_admin": Door("/", ("placeholder", "user name"), ("placeholder", "password"), ("button", "Sign in"),
-                           "/dashboard", "Dashboard"),
+    "shopping": Door("/customer/account/login/", ("label", "Email"), ("label", "Password"),
+                     ("button", "Sign In"), "/wishlist/"),
+    "shopping_admin": Door("/", ("placeholder", "user name"), ("placeholder", "password"),
+                           ("button", "Sign in"), "/dashboard", "Dashboard"),
     "reddit": Door("/login", ("label", "Username"), ("label", "Password"), ("button", "Log in"),
                    "/user/{user}/account", "Delete"),
     "gitlab": Door("/users/sign_in", ("testid", "username-field"), ("testid", "password-field"),
@@ -274,11 +280,11 @@ FIND = {"label": lambda page, text: page.get_by_label(text, exact=True),
 
 
 def log_in(context, replica: Replica, account: tuple[str, str], folder: str = "") -> None:
-    """Make the browser context a member's, by the cookies in `folder` where they still work, else by the site's form.
+    """Make the browser context a member's, by the cookies in `folder` where they still work, else by the
+    site's form.
 
-    `folder` holds Playwright's storage states, `[host_port/]site[.site]_state.json`; new ones are written there.
-    SiteError where the site does not let us in.
-    """
+    `folder` holds Playwright's storage states, `[host_port/]site[.site]_state.json`; new ones are written
+    there. SiteError where the site does not let us in."""
     from playwright.sync_api import Error
     own = Path(folder) / replica.slug / f"{replica.site}_state.json"
     page = context.new_page()
@@ -289,8 +295,8 @@ def log_in(context, replica: Replica, account: tuple[str, str], folder: str = ""
                 return
         _fill_in(page, replica, account)
         if not _is_inside(page, replica, account[0]):
-            raise SiteError(f"log-in at {replica.site} ({replica.address}) as {account[0]} was refused; check the "
-                            f"account in the sites file")
+            raise SiteError(f"log-in at {replica.site} ({replica.address}) as {account[0]} was refused; "
+                            f"check the account in the sites file")
     except Error as e:      # its call log would quote what was typed
         reason = str(e).splitlines()[0].replace(account[1], "***")
         raise SiteError(f"log-in at {replica.site} ({replica.address}) failed: {reason}") from None

@@ -241,7 +241,6 @@ class Forum(Server):
         h.send("Delete this account" if h.inside and user == ACCOUNTS["reddit"][0] else "Log in first")
 
     def get_forum(self, h, forum):
-        self.state["seen"] = max(self.state.get("seen", 0), len(self.state["posts"]))
         h.send("".join(f'<article class="submission">{html.escape(t)}</article>' for f, t in self.state["posts"]))
 
     def get_submit(self, h, forum):
@@ -291,6 +290,7 @@ class CodeHost(Server):
         h.send(f"<h1>Issue {number}: homepage content</h1>Closed")
 
     def get_members(self, h):
+        self.state["most"] = max(self.state.get("most", 0), len(self.state["members"]))
         rows = "".join(f'<tr><td data-label="Account"><span class="gl-avatar-labeled-sublabel">{a}</span></td>'
                        f'<td class="col-max-role"><span>{role}</span></td></tr>' for a, role in self.state["members"])
         h.send(at(500, 20, f"<table>{rows}</table>") + form("/byteblaze/dotfiles/-/project_members",

@@ -228,6 +228,7 @@ FAILURES = [  # (episode, mode, rule)
     (dict(steps=clicks(A, B) + [step("response(answer='7')")]), "stopped at the wrong place", "by response"),
     (dict(steps=clicks(A, B)), "stopped at the wrong place", "the page ended"),
     (dict(steps=clicks(A, (30, 10), (50, 10), (70, 10)), status="max_steps"), "other", "steps used up"),
+    (dict(steps=clicks(A, B, B, C), status="max_steps"), "other", "steps used up"),
     (dict(steps=scrolls("01234"), status="max_steps"), "other", "steps used up"),
     (dict(steps=scrolls("00000"), status="max_steps"), "stuck midway", "1 action three"),
     (dict(steps=clicks(A, B) + [step([])] * 3, status="unparsable"), "other", "three unreadable"),
@@ -301,7 +302,8 @@ def until(page, condition: str, seconds: float = 10) -> None:
         page.wait_for_timeout(20)
 
 
-LOADED = "[...document.querySelectorAll('#panes img')].every(i => i.complete && i.naturalWidth == 160)"
+LOADED = """document.querySelector('.big img') && !document.querySelector('.gone') &&
+  [...document.querySelectorAll('#panes img')].every(i => i.complete && i.naturalWidth == 160)"""
 
 
 def two_runs(tmp_path):
@@ -362,8 +364,10 @@ def test_viewer_steps_filters_and_compares_by_keyboard(opened, tmp_path):
 
 
 def test_viewer_grid_of_plans_and_episodes(opened, tmp_path):
-    page = opened(Config(runs=two_runs(tmp_path), out=str(tmp_path / "page.html")))
-    assert page.locator("#group").is_hidden()  # evaluation: one episode per task
+    sft, rl = two_runs(tmp_path).split(",")
+    page = opened(Config(runs=f"{rl},{sft}", out=str(tmp_path / "page.html")))
+    page.select_option("#run", label="sft")
+    page.wait_for_selector("#group", state="hidden")  # evaluation: one episode per task
     page.select_option("#run", label="rl")
     page.wait_for_selector("#grid")
     rows = page.locator("#grid tr")
@@ -375,6 +379,8 @@ def test_viewer_grid_of_plans_and_episodes(opened, tmp_path):
     assert "episode 2" in page.locator(".pane").inner_text()
     page.reload()
     assert "episode 2" in page.locator(".pane").inner_text()  # the address remembers the place
+    page.keyboard.press("c")
+    assert "run sft" in page.locator(".pane").nth(1).inner_text()  # rather than another of rl
 
 
 @pytest.mark.parametrize("scale", [1, 2])

@@ -133,6 +133,8 @@ def test_refusals_and_cuts(data, tmp_path):
     reasons = sorted(o["reason"] for o in left)
     assert len(lines) == 10 and reasons[1] == "refused: No." and "cut off (max_output_tokens)" in reasons[0]
     assert len(server.requests) == 13  # the refusal once, the cut one twice
+    again = max((body["input"] for _, body, _ in server.requests), key=len)
+    assert [turn["role"] for turn in again] == ["user", "user"]  # there were no words to repeat
 
 
 def test_an_unreadable_screenshot_costs_nothing(tmp_path):
@@ -230,6 +232,22 @@ def test_a_wrong_key_and_an_outage_quarantine_nothing(data, tmp_path):
         server.answer = lambda *request: GOOD
         main(cfg)
         assert len(written(cfg)[0]) == 12
+
+
+def test_an_answer_under_way_when_the_teacher_fails_does_not_condemn_the_others(data, tmp_path):
+    class Bar:
+        update = set_postfix_str = staticmethod(lambda *args, **options: None)
+    with serving(lambda *request: GOOD) as server:
+        cfg = config(data, server, tmp_path)
+        client = annotate.llm.Client("m", server.url)
+    outage = annotate.llm.LLMError("no answer", transient=True)
+    line = {"id": "z", "usage": {}}
+    for before, quarantined in (([], 0), ([("z", line)], 2)):
+        ledger, stop = annotate.Ledger(cfg, "hash"), annotate.Stop(client)
+        results = [*before, ("a", outage), ("b", outage), *([] if before else [("c", outage)]), ("y", line | {"id": "y"})]
+        annotate.handle(results, ledger, stop, 3, Bar)
+        assert len(written(cfg)[1]) == quarantined and bool(stop.why) == (not before)
+        Path(cfg.out).unlink()
 
 
 def test_one_question_that_never_gets_an_answer_is_quarantined(data, tmp_path):
@@ -345,8 +363,8 @@ def test_the_papers_table_adds_up():
 def test_the_demos_teacher(data, tmp_path):
     minds = [{"id": f"t{i:06d}", "task": f"Task number {i}", "operations": ["Do 0", "Do 1", "Do 2"],
               "subtasks": [{"title": f"Do {i}", "goal": "done"}], "unnecessary": ""} for i in range(11)]
-    minds.append({"id": "other", "task": "Task number 5", "unnecessary": "", "operations": ["Do 0"],
-                  "subtasks": [{"title": "other", "goal": "x"}]})
+    for other in ({"operations": ["Do 0", "Do 9"]}, {}):  # other steps; the same steps, another trajectory
+        minds.insert(0, minds[5] | {"id": "other", "subtasks": [{"title": "other", "goal": "x"}]} | other)
     (tmp_path / "demonstrator.jsonl").write_text("".join(json.dumps(m) + "\n" for m in minds))
     port_file = tmp_path / "port"
     process = subprocess.Popen([sys.executable, str(ROOT / "demo/teacher.py"), f"--demonstrations={tmp_path}",

@@ -12,12 +12,13 @@ import pytest
 
 import env_webarena
 import rollout
-from env_webarena import WebArena, apply_patch, bind, derive_train, read_tasks, to_placeholders
+from env_webarena import WebArena
 from llm import Client
 from prompts import load_prompts
 from runtime import UserError
 from tests.site import CodeHost, Forum, Map, Office, Shop, local_sites
 from webarena_sites import ACCOUNTS, load_sites
+from webarena_tasks import FILES, apply_patch, bind, derive_train, read_tasks, to_placeholders
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -78,7 +79,7 @@ def test_gbk_with_addresses_filled_in_equals_utf8_with_placeholders():
 @real
 def test_splits_come_from_a_folder_and_ids_are_unique(tmp_path):
     env = WebArena(str(DATA), written(tmp_path / "sites.json", EVERYWHERE), judge=judge, leases=tmp_path)
-    sizes = {split: env.tasks(split) for split in env_webarena.FILES}
+    sizes = {split: env.tasks(split) for split in FILES}
     assert {k: len(v) for k, v in sizes.items()} == {"all812": 812, "lite165": 165, "lite_v2": 154, "train647": 647}
     assert len({t.id for tasks in sizes.values() for t in tasks}) == 812 + 165 + 154 + 647
     assert sum(t.changes_state for t in sizes["lite_v2"]) == 59
@@ -184,6 +185,16 @@ def test_a_patch_repairs_annotations(tmp_path):
         apply_patch(tasks, written(tmp_path / "p.json", {"70": {}}))
 
 
+def test_check_asks_live_sites(tmp_path, capsys):
+    with local_sites(1, [Forum, Map]) as web:
+        file, sites = written(tmp_path / "tasks.json", [GOOD]), written(tmp_path / "sites.json", web.json)
+        env_webarena.check(env_webarena.Config(file, sites, live=True))
+        web.one("reddit").elsewhere = web.one("map").origin
+        with pytest.raises(UserError, match="1 problems"):
+            env_webarena.check(env_webarena.Config(file, sites, live=True))
+    assert "PROBLEM reddit: site reddit:" in capsys.readouterr().out
+
+
 def test_unsafe_ports_are_allowed_explicitly(tmp_path):
     sites = written(tmp_path / "sites.json", {"reddit": ["http://h:6668", "http://h:6667"], "map": "http://h"})
     assert WebArena("", sites, leases=tmp_path).browser_args == ["--explicitly-allowed-ports=6667,6668"]
@@ -197,33 +208,20 @@ class Prompts:
         return "", json.dumps([instruction, len(history)])
 
 
-def scripted(scripts):
-    """intent -> calls, one per step; a longer episode ends."""
+def play(env, tasks, scripts, threads=2, retries=0):
+    """One episode per script of a task, without plans. `scripts`: intent -> scripts -> calls, one per step; then the
+    agent ends the episode. Returns the tasks' episodes, in order."""
+    seeds = {rollout.request_seed(0, t.id, t.seed, 0, 0, m): script
+             for t in tasks for m, script in enumerate(scripts[t.instruction])}
+    steps = {rollout.request_seed(seed, k): (script + ["terminate(status='success')"] * 9)[k]
+             for seed, script in seeds.items() for k in range(9)}
+
     def act(requests):
-        out = []
-        for r in requests:
-            intent, step = json.loads(r.user)
-            script = scripts[intent]
-            text = script[step] if step < len(script) else "terminate(status='success')"
-            out.append(SimpleNamespace(text=text, image_size=(1280, 720), response_ids=[0]))
-        return out
-    return {"actor": act}
-
-
-class Pool(rollout.Pool):
-    def _attempt(self, session, work):
-        try:
-            return super()._attempt(session, work)
-        finally:
-            self.env.leave(session)
-
-
-def play(env, tasks, scripts, M=1, threads=2, retries=0):
-    """All episodes of the tasks, in order, without plans."""
+        return [SimpleNamespace(text=steps[r.seed], image_size=(1280, 720), response_ids=[0]) for r in requests]
     cfg = rollout.RolloutConfig(threads=threads, retries=retries, coordinates="page", max_steps=6, call_timeout=8.0)
-    with Pool(env, Prompts(), cfg) as pool:
-        groups = sorted(pool.run(tasks, 1, M, 0, scripted(scripts), use_plan=False), key=lambda g: tasks.index(g.task))
-    return [e for g in groups for row in g.episodes for e in row]
+    with rollout.Pool(env, Prompts(), cfg) as pool:
+        groups = list(pool.run(tasks, 1, max(map(len, scripts.values())), 0, {"actor": act}, use_plan=False))
+    return [e for g in sorted(groups, key=lambda g: tasks.index(g.task)) for row in g.episodes for e in row]
 
 
 def environment(tmp_path, web, tasks, **options):
@@ -284,20 +282,20 @@ def web():
 def test_every_eval_type_end_to_end_right_and_wrong(web, tmp_path):
     def verdict(kind, question, reference, answer):
         return "different" if kind == "reason" else "correct"
-    twins = [(t, right) for t, right, _ in ONE_OF_EACH] + [
-        (t | {"task_id": 100 + t["task_id"], "intent": "not: " + t["intent"]}, wrong) for t, _, wrong in ONE_OF_EACH]
-    env = environment(tmp_path, web, [t for t, _ in twins], judge=verdict, also="scalecua_v2,vab,webarena")
-    episodes = play(env, env.tasks("any"), {t["intent"]: calls for t, calls in twins}, threads=3)
-    for episode, (t, _) in zip(episodes, twins, strict=True):
-        wanted = ("failure", 0) if t["intent"].startswith("not: ") else ("success", 1)
-        assert (episode.status, episode.reward) == wanted, (t, episode.reason, episode.error)
+    env = environment(tmp_path, web, [t for t, _, _ in ONE_OF_EACH], judge=verdict, also="scalecua_v2,vab,webarena")
+    scripts = {t["intent"]: [right, wrong] for t, right, wrong in ONE_OF_EACH}
+    episodes = play(env, env.tasks("any"), scripts, threads=3)
+    assert len(episodes) == 24 and {e.group.instruction for e in episodes} == set(scripts)
+    for e in episodes:
+        wanted = ("success", 1) if e.m == 0 else ("failure", 0)
+        assert (e.status, e.reward) == wanted, (e.group.instruction, e.m, e.reason, e.error)
     assert not env.visits
 
 
 def test_an_unplugged_judge_is_infra_with_its_reason(web, tmp_path):
     env = environment(tmp_path, web, [ONE_OF_EACH[-1][0]], judge=env_webarena.Judge(
         Client("j", base_url="http://127.0.0.1:9/v1", retries=0), load_prompts()))
-    episode, = play(env, env.tasks("any"), {"what is it about": ["response(answer='books')"]})
+    episode, = play(env, env.tasks("any"), {"what is it about": [["response(answer='books')"]]})
     assert (episode.status, episode.reward) == ("infra", None) and "no verdict from the judge" in episode.reason
 
 
@@ -318,32 +316,34 @@ def test_a_wrong_judge_key_is_infra_not_a_failure(web, tmp_path, monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     env = environment(tmp_path, web, [ONE_OF_EACH[-1][0]], judge=env_webarena.Judge(
         Client("j", base_url=f"http://127.0.0.1:{server.server_address[1]}/v1"), load_prompts()))
-    episode, = play(env, env.tasks("any"), {"what is it about": ["response(answer='books')"]})
+    episode, = play(env, env.tasks("any"), {"what is it about": [["response(answer='books')"]]})
     server.shutdown()
     server.server_close()
     assert episode.status == "infra" and "401" in episode.reason and "sk-wrong-key" not in episode.reason
 
 
+INVITE = task(0, "invite once", "program_html", MEMBERS, ["gitlab"], state="null", program_html=html(
+    MEMBERS, "document.querySelectorAll('tr').length", exact_match="2"))
+INVITING = ["click(x=120, y=115)", "write(message='vinta')", "click(x=120, y=215)"]
+
+
 def test_twenty_one_episodes_on_two_replicas_never_see_each_other(tmp_path):
-    posts = task(0, "post once", "program_html", "__REDDIT__/submit/books", ["reddit"], program_html=html(
-        "__REDDIT__/f/books", "document.querySelectorAll('.submission').length", exact_match="1"))
-    script = ["click(x=120, y=115)", "write(message='hello')", "click(x=120, y=215)"]
-    with local_sites(2, [Forum]) as web:
-        env = environment(tmp_path, web, [posts])
-        episodes = play(env, env.tasks("any"), {"post once": script}, M=21, threads=6)
+    with local_sites(2, [CodeHost]) as web:
+        env = environment(tmp_path, web, [INVITE])
+        episodes = play(env, env.tasks("any"), {"invite once": [INVITING] * 21}, threads=6, retries=2)
         assert [(e.reward, e.reason, e.error) for e in episodes if e.reward != 1] == [] and len(episodes) == 21
-        assert [s.state["seen"] for s in web.servers] == [1, 1]         # nobody ever saw two posts
+        assert [s.state["most"] for s in web.servers] == [2, 2]         # nobody ever saw a third member
         assert web.resets >= 21 and min(s.resets for s in web.servers) > 0
+        replicas = [e.details["gitlab"]["replica"] for e in episodes]
+        assert {replicas.count(s.address) for s in web.servers} <= set(range(8, 14))
 
 
 def test_without_a_reset_the_log_warns_once_and_changes_stay(tmp_path):
-    posts = task(0, "post once", "program_html", "__REDDIT__/submit/books", ["reddit"], program_html=html(
-        "__REDDIT__/f/books", "document.querySelectorAll('.submission').length", exact_match="1"))
-    script, said = ["click(x=120, y=115)", "write(message='hello')", "click(x=120, y=215)"], []
-    with local_sites(1, [Forum], reset=False) as web:
-        env = environment(tmp_path, web, [posts], log=said.append)
-        rewards = sorted(e.reward for e in play(env, env.tasks("any"), {"post once": script}, M=3))
-    assert rewards == [0, 0, 1] and len(said) == 1 and "reddit has no reset" in said[0]
+    said = []
+    with local_sites(1, [CodeHost], reset=False) as web:
+        env = environment(tmp_path, web, [INVITE], log=said.append)
+        rewards = [e.reward for e in play(env, env.tasks("any"), {"invite once": [INVITING] * 3})]
+    assert sorted(rewards) == [0, 0, 1] and len(said) == 1 and "gitlab has no reset" in said[0]
 
 
 # ------------------------------------------------------------------------------------------------- sites that misbehave
@@ -352,7 +352,7 @@ READ = task(0, "look", "url_match", "__REDDIT__", ["reddit"], reference_url="__R
 
 def one_infra(tmp_path, web, **options):
     env = environment(tmp_path, web, [READ], **options)
-    episode, = play(env, env.tasks("any"), {"look": ["click(x=110, y=108)"]})
+    episode, = play(env, env.tasks("any"), {"look": [["click(x=110, y=108)"]]})
     assert (episode.status, episode.reward) == ("infra", None)
     return episode.error + episode.reason
 
@@ -391,7 +391,7 @@ def test_a_failing_reset_is_infra(tmp_path):
         web.json["reddit"]["reset"] = f"{sys.executable} -c 'raise SystemExit(\"no docker here\")'"
         env = environment(tmp_path, web, [task(0, "look", "program_html", "__REDDIT__", ["reddit"], program_html=html(
             "last", "", must_include=["books"]))])
-        episode, = play(env, env.tasks("any"), {"look": []})
+        episode, = play(env, env.tasks("any"), {"look": [[]]})
         assert episode.status == "infra" and "no docker here" in episode.error
 
 
@@ -407,7 +407,7 @@ def test_a_site_that_goes_down_before_scoring_is_infra(tmp_path):
         env = environment(tmp_path, web, [task(0, "look", "program_html", "__REDDIT__", ["reddit"], program_html=html(
             "__REDDIT__/f/books", "", must_include=["x"]))])
         env.judge = judge_then(env, web.one("reddit"))
-        episode, = play(env, env.tasks("any"), {"look": []})
+        episode, = play(env, env.tasks("any"), {"look": [[]]})
         assert (episode.status, episode.reward) == ("infra", None) and "503" in episode.reason
 
 
@@ -416,7 +416,7 @@ def test_the_page_of_an_order_is_read_even_if_the_agent_logged_out(tmp_path):
     with local_sites(1, [Shop]) as web:
         env = environment(tmp_path, web, [order])
         script = ["click(x=120, y=115)", f"open_url(url='{web.one('shopping').address}/logout')"]
-        episode, = play(env, env.tasks("any"), {"order the kit": script})
+        episode, = play(env, env.tasks("any"), {"order the kit": [script]})
         assert episode.reward == 1, episode.reason + episode.error
 
 
@@ -428,7 +428,7 @@ def test_start_pages_open_side_by_side_the_first_in_front(tmp_path):
         original = env.open
         env.open = lambda task, session: (original(task, session), pages.append(
             [p.url for p in session.context.pages] + [session.page.url]))[0]
-        episode, = play(env, env.tasks("any"), {"compare": []})
+        episode, = play(env, env.tasks("any"), {"compare": [[]]})
         shop = web.one("shopping").address
         assert pages[-1] == [f"{shop}/kit.html", f"{shop}/contact", f"{shop}/kit.html"] and episode.reward == 1
 
@@ -443,19 +443,17 @@ def test_a_storage_state_is_used_while_it_works_and_renewed_when_it_has_expired(
         env = environment(tmp_path, web, [task(0, "look", "url_match", "__GITLAB__", ["gitlab"],
                                                reference_url="__GITLAB__")], auth=str(auth))
         for _ in range(2):
-            episode, = play(env, env.tasks("any"), {"look": []})
+            episode, = play(env, env.tasks("any"), {"look": [[]]})
             assert episode.reward == 1
         assert sum(v == ("post", "/users/sign_in") for v in server.visits) == 1
         assert len(list(auth.glob("*/gitlab_state.json"))) == 1
 
 
-def test_verdicts_carry_the_other_profiles_and_the_replica(tmp_path):
+def test_an_episode_carries_the_other_profiles_rewards_and_its_replica(tmp_path):
     t = task(0, "count", "string_match", "__SHOPPING__", ["shopping"], reference_answers={"must_include": ["2"]})
     with local_sites(1, [Shop, Office]) as web:
-        env, verdicts = environment(tmp_path, web, [t], also="scalecua_v2"), []
-        original = env.judge
-        env.judge = lambda *args: verdicts.append(original(*args)) or verdicts[-1]
-        play(env, env.tasks("any"), {"count": ["response(answer='12')"]})
-        assert verdicts[0].reward == 0 and verdicts[0].rewards == {"fixed": 0.0, "scalecua_v2": 1.0}
-        assert verdicts[0].details["shopping"]["replica"] == web.one("shopping").address
-        assert verdicts[0].details["shopping"]["order"] >= 1
+        env = environment(tmp_path, web, [t], also="scalecua_v2")
+        episode, = play(env, env.tasks("any"), {"count": [["response(answer='12')"]]})
+        assert episode.reward == 0 and episode.rewards == {"fixed": 0.0, "scalecua_v2": 1.0}
+        assert episode.details["shopping"]["replica"] == web.one("shopping").address
+        assert episode.details["shopping"]["order"] == 2        # the pool's first look at the task was the first

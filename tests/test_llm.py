@@ -216,10 +216,21 @@ def test_cache_answers_the_same_question_only(tmp_path):
 
 
 def test_many_threads_count_right():
-    with serving(lambda *request: OK) as server, concurrent.futures.ThreadPoolExecutor(16) as pool:
+    here, most, lock = [], [], threading.Lock()
+
+    def answer(*request):
+        with lock:
+            here.append(1)
+            most.append(len(here))
+        time.sleep(0.01)
+        with lock:
+            here.pop()
+        return OK
+    with serving(answer) as server, concurrent.futures.ThreadPoolExecutor(16) as pool:
         asked = client(server, concurrency=4)
         answers = list(pool.map(lambda i: asked.ask("", f"question {i}").text, range(100)))
     assert answers == [OK] * 100 and asked.usage["requests"] == 100 and asked.usage["output"] == 300
+    assert max(most) == 4
 
 
 # --------------------------------------------------------------------------------------------------- verdicts

@@ -159,7 +159,7 @@ def test_needed_runs_reach_the_power_and_fewer_do_not():
 def test_needed_runs_by_hand_where_tasks_differ():
     R_a, R_b = [[0, 1] * 6] * 8, [[1] * 12, [0, 1] * 6] * 4  # v_a = 3/11, v_b = 3/22, differences 1/2 and 0
     n = results.needed(np.array([0.5, 0] * 4), R_a, R_b)
-    # variance of the differences 1/14 = tau2 + (9/22) / 12, so tau2 = 0.0373; (0.25 / 2.8016)^2 = 0.007963 is allowed
+    # variance of the differences 1/14 = tau2 + (9/22) / 12: tau2 = 0.0373; allowed: 0.007963 = (0.25 / 2.8)^2
     # 9/22 / (8 * 0.007963 - 0.0373) = 15.5; without tau2 6.4; 1/14 / 0.007963 = 8.97
     assert n == {"runs_needed": 16, "runs_needed_same_tasks": 7, "tasks_needed": 9}
 

@@ -12,7 +12,7 @@ import trajectories
 from actions import Call
 from runtime import UserError
 from trajectories import (Quarantine, TrajectoryFiles, build_trajectories, load_decompositions, load_image,
-                          read_meta, read_records, trajectory_id)
+                          read_image, read_meta, read_records, trajectory_id)
 
 SCALECUA = Path(__file__).resolve().parents[1].parent / "shared/data/scalecua"
 needs_data = pytest.mark.skipif(not SCALECUA.exists(), reason="shared/data is absent")
@@ -297,13 +297,17 @@ def test_images(tmp_path):
     Image.new("RGBA", (50, 40)).save(tmp_path / "a.png")
     assert load_image(tmp_path / "a.png").mode == "RGB"
     noise = Image.frombytes("RGB", (200, 200), random.Random(0).randbytes(120000))
-    noise.save(tmp_path / "b.png")
-    (tmp_path / "b.png").write_bytes((tmp_path / "b.png").read_bytes()[:60000])
-    (tmp_path / "c.png").write_text("no image")
-    (tmp_path / "d.png").write_bytes(b"")
-    for name in "bcde":
-        with pytest.raises(ValueError, match=f"{name}.png"):
-            load_image(tmp_path / f"{name}.png")
+    for kind in ("png", "jpg", "webp"):
+        whole, cut = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
+        noise.save(whole)
+        assert read_image(whole) == (whole.read_bytes(), (200, 200)) and load_image(whole).size == (200, 200)
+        cut.write_bytes(whole.read_bytes()[:-1000])
+    (tmp_path / "b.txt").write_text("no image")
+    (tmp_path / "b.gif").write_bytes(b"")
+    for name in ("b.png", "b.jpg", "b.webp", "b.txt", "b.gif", "none.png"):
+        for read in (load_image, read_image):
+            with pytest.raises(ValueError, match=name):
+                read(tmp_path / name)
 
 
 def test_decompositions(tmp_path):

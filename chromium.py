@@ -1,0 +1,230 @@
+"""One Chromium and its Playwright driver, for the thread that starts them: launched, bounded, ended.
+
+Most Playwright calls have a timeout, `evaluate` and DevTools commands have none. So every stretch of work
+with the browser stands in a `bound`, and a Watchdog thread, which knows until when each browser's present
+operation and its episode may last and how much memory it may take, ends the processes of one that goes
+beyond. The call that is blocked in it then raises, and the thread starts another browser. Only processes of
+the browser's own are ever ended. Chromium ends when its driver does, and the driver when this process does,
+however that happens.
+
+Kinds of fault, of `Chromium.fault`: crash, browser_gone, driver_gone, page_gone; hung (an operation went
+beyond its bound), deadline (the episode did), memory; of the site: refused, dns, tls, auth, redirects,
+download, connection, http_5xx, timeout; browser (any other error of Playwright's), closed (the pool is
+ending).
+"""
+
+import contextlib
+import http.client
+import os
+import re
+import shutil
+import threading
+import time
+import uuid
+from pathlib import Path
+from urllib.error import URLError
+
+import psutil
+
+from runtime import UserError
+
+CHROMIUM_ARGS = ["--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update",
+                 "--disable-sync", "--no-first-run", "--disable-gpu", "--hide-scrollbars", "--mute-audio",
+                 "--deny-permission-prompts"]
+LAUNCH, STOP = 30.0, 5.0                          # s
+FAULTS = (                                        # what an error says -> its kind; the first that fits
+    (r"Target crashed|Page crashed", "crash"), (r"connection closed|EPIPE", "driver_gone"),
+    (r"has been closed|Browser closed", "page_gone"),
+    (r"ERR_NAME_NOT_RESOLVED|getaddrinfo|Name or service", "dns"),
+    (r"(?i)ERR_CONNECTION_REFUSED|connection ?refused", "refused"), (r"ERR_CERT_|ERR_SSL_|\bSSL", "tls"),
+    (r"ERR_TOO_MANY_REDIRECTS|redirects without end", "redirects"), (r"ERR_INVALID_AUTH_CREDENTIALS", "auth"),
+    (r"Download is starting", "download"), (r"answers 5\d\d|HTTP Error 5\d\d", "http_5xx"),
+    (r"(?i)timeout \d+ms exceeded|timed out", "timeout"),
+    (r"ERR_(EMPTY_RESP|INVALID_HTTP|ABORTED|CONNECTION_|NETWORK_|INCOMPLETE)", "connection"),
+    (r"(?i)reset by peer|remote end|connection aborted|broken pipe|incomplete ?read", "connection"))
+SITE = {"refused", "dns", "tls", "auth", "redirects", "download", "connection", "http_5xx", "timeout",
+        "page_gone"}                              # the site's doing: the browser itself is well
+
+
+def web_errors() -> tuple:
+    """The exceptions that are the web's weather; any other is a bug and ends the run."""
+    from playwright.sync_api import Error
+    return Error, ConnectionError, TimeoutError, URLError, http.client.HTTPException
+
+
+def chromium() -> str | None:
+    """Path of the browser: $CHROMIUM, a system one, or None for Playwright's own."""
+    if path := os.environ.get("CHROMIUM"):
+        if not Path(path).exists():
+            raise UserError(f"CHROMIUM={path} does not exist; unset it or give the browser's path")
+        return path
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+class Watchdog:
+    """One thread that ends what goes beyond its bounds, for all browsers that it watches. `memory` in MB."""
+
+    def __init__(self, memory: float):
+        self.memory, self.watched, self.lock, self.thread = memory * 2**20, [], threading.Lock(), None
+        self.bell = threading.Event()             # never rings: only for its bounded wait
+
+    def watch(self, browser: "Chromium") -> None:
+        with self.lock:
+            self.watched.append(browser)
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._run, daemon=True, name="browser watchdog")
+                self.thread.start()
+
+    def forget(self, browser: "Chromium") -> None:
+        with self.lock:
+            self.watched = [b for b in self.watched if b is not browser]
+
+    def _run(self):
+        weighed = 0.0
+        while True:
+            with self.lock:
+                if not self.watched:
+                    self.thread = None
+                    return
+                browsers = list(self.watched)
+            for browser in browsers:
+                browser.check()
+            if time.monotonic() > weighed + 1:
+                self._weigh({b.process.pid: b for b in browsers if b.process})
+                weighed = time.monotonic()
+            self.bell.wait(0.25)
+
+    def _weigh(self, roots: dict) -> None:
+        """End the browsers (by process id) whose processes' own memory, without what they share, is too
+        much."""
+        parents, sums = {}, dict.fromkeys(roots, 0)
+        for p in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                pid, memory, parents[p.pid] = p.pid, p.memory_info(), p.ppid()
+                while pid not in roots and pid in parents:    # parents come before their children
+                    pid = parents[pid]
+                if pid in roots:
+                    sums[pid] += memory.rss - getattr(memory, "shared", 0)
+        for pid, size in sums.items():
+            if size > self.memory:
+                roots[pid].kill("memory")
+
+
+class Chromium:
+    """Made, used and stopped in one thread; `check` and `kill` are for others."""
+
+    def __init__(self, watchdog: Watchdog):
+        self.watchdog = watchdog
+        self.playwright = self.browser = None
+        self.process = self.driver = None         # psutil's, of Chromium and of Playwright's driver
+        self.token = uuid.uuid4().hex             # a switch by which the browser's process is known
+        self.due = self.deadline = float("inf")   # monotonic s, of the present operation and of the episode
+        self.killed, self.killed_at, self.crashed = "", 0.0, False
+
+    def launch(self, args: list[str]) -> None:
+        """Start driver and browser, ending the ones before. Raises UserError where there is no browser."""
+        from playwright.sync_api import Error, sync_playwright
+        self.stop()
+        self.killed, self.crashed, self.token = "", False, uuid.uuid4().hex
+        self.watchdog.watch(self)
+        args = [*CHROMIUM_ARGS, *args, f"--session-token={self.token}",
+                *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+        with self.bound(LAUNCH + STOP):
+            try:
+                self.playwright = sync_playwright().start()
+                self.driver = started_last()
+                self.browser = self.playwright.chromium.launch(executable_path=chromium(), args=args,
+                                                               timeout=LAUNCH * 1000)
+            except Error as e:
+                self.stop()
+                if "Executable doesn't exist" in str(e):
+                    raise UserError("no Chromium; run ./setup.sh, or set CHROMIUM to a browser's path") from e
+                raise
+        self.process = self._find()
+        self.driver = self.driver or (self.process and self.process.parent())
+
+    def stop(self) -> None:
+        """End browser and driver, whatever state they are in, within 10 s."""
+        with self.bound(STOP):
+            for thing, end in ((self.browser, "close"), (self.playwright, "stop")):
+                if thing is not None:
+                    try:
+                        getattr(thing, end)()
+                    except Exception:             # a dead browser cannot be closed: that is what we wanted
+                        self.killed = self.killed or "closed"
+        for process in (self.process, self.driver):
+            end_tree(process)
+        self.watchdog.forget(self)
+        self.playwright = self.browser = self.process = self.driver = None
+
+    @contextlib.contextmanager
+    def bound(self, seconds: float):
+        """What happens inside must end in time, or the browser is ended and the blocked call raises."""
+        before, self.due = self.due, min(self.due, time.monotonic() + seconds)
+        try:
+            yield
+        finally:
+            self.due = before
+
+    @contextlib.contextmanager
+    def paused(self):
+        """For an environment that waits for something else than its pages (a replica, a reset, a judge
+        model): no bound applies inside, and the present operation and the episode may last as much longer."""
+        start, due, deadline = time.monotonic(), self.due, self.deadline
+        self.due = self.deadline = float("inf")
+        try:
+            yield
+        finally:
+            took = time.monotonic() - start
+            self.due, self.deadline = due + took, deadline + took
+
+    def check(self) -> None:
+        """Four times a second, by the watchdog."""
+        now = time.monotonic()
+        if self.killed and now > self.killed_at + 3:
+            end_tree(self.driver)                 # it has not noticed, and our thread waits for it
+        elif not self.killed and now > min(self.due, self.deadline):
+            self.kill("deadline" if now > self.deadline else "hung")
+
+    def kill(self, why: str) -> None:
+        """End this browser's processes; `why` is the fault of the call that raises."""
+        self.killed, self.killed_at = self.killed or why, time.monotonic()
+        end_tree(self.process or self._find() or self.driver)
+
+    def _find(self):
+        """The browser's process: of all below us, it alone carries this token."""
+        for p in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if any(self.token in word for word in p.cmdline()):
+                    return p
+        return None
+
+    def fault(self, error: BaseException) -> str:
+        """The kind of one of `web_errors`, after what the browser's state and the error's text say."""
+        if time.monotonic() > self.deadline:
+            return "deadline"
+        if self.killed:
+            return self.killed
+        kind = next((kind for sign, kind in FAULTS if re.search(sign, str(error))), "browser")
+        if kind in ("page_gone", "driver_gone", "browser") and self.driver:
+            if not self.driver.is_running() or self.driver.status() == psutil.STATUS_ZOMBIE:
+                return "driver_gone"
+            if self.browser and not self.browser.is_connected():
+                return "browser_gone"
+        return "crash" if self.crashed else kind
+
+
+def end_tree(process) -> None:
+    """Kill a process and all below it, as far as they are still there."""
+    with contextlib.suppress(psutil.Error):
+        for p in [process, *process.children(recursive=True)] if process else ():
+            with contextlib.suppress(psutil.Error):
+                p.kill()
+
+
+def started_last():
+    """The process that this thread started last, where the system tells (Linux); else None."""
+    with contextlib.suppress(OSError, IndexError, psutil.Error):
+        children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+        return psutil.Process(int(children[-1]))
+    return None

@@ -1,0 +1,70 @@
+"""The random Qwen2.5-VL that the tests of the mathematics share: built once per session, one second."""
+
+import io
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """A checkpoint of demo/tiny_model.py with its matrices enlarged, so that its outputs depend visibly on its inputs."""
+    import torch
+
+    from demo import tiny_model
+    from policy import load_model
+    torch.set_num_threads(1)                      # tensors are small and the cores are shared
+    out = tmp_path_factory.mktemp("checkpoint")
+    tiny_model.build(tiny_model.Config(str(out / "small"), str(ROOT / "demo" / "prompts.json"), hidden=64, layers=2,
+                                       vision_hidden=32, vocabulary=704))
+    model = load_model(out / "small")
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(2)
+    shutil.copytree(out / "small", out / "model")
+    model.save_pretrained(out / "model")
+    return out / "model"
+
+
+@pytest.fixture(scope="session")
+def make_policy(tiny_model):
+    """make_policy(role, ...) -> Policy on the tiny model, its adapter moved away from zero (`moved`, a seed; 0: left as is)."""
+    import torch
+
+    from policy import Policy
+
+    def make(role="actor", moved=1, **settings):
+        policy = Policy(tiny_model, role, **{"r": 4, "alpha": 8} | settings)
+        if moved:
+            generator = torch.Generator().manual_seed(moved)
+            for p in policy.parameters().values():
+                p.data += 0.05 * torch.randn(p.shape, generator=generator)
+        return policy
+    return make
+
+
+@pytest.fixture(scope="session")
+def policy(make_policy):
+    """An actor that no test may change."""
+    return make_policy()
+
+
+def png(seed: int, size=(56, 56)) -> bytes:
+    """A screenshot of noise: four image tokens."""
+    import torch
+    pixels = torch.randint(256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(out, "PNG")
+    return out.getvalue()
+
+
+def request(seed: int, user="Where is the cart?", temperature=0.8, max_new_tokens=12, image=None):
+    """What Policy.sample needs to know of one prompt."""
+    return SimpleNamespace(system="Do the next step.", user=user, png=image or png(seed), seed=seed, temperature=temperature,
+                           max_new_tokens=max_new_tokens)

@@ -1,0 +1,363 @@
+"""grpo_hier.update through the real policy, against a plain loop over samples; two processes against one; checkpoints.
+
+Run as a program (by `two_ranks`), this file is one of two gloo ranks.
+"""
+
+import dataclasses
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import png, request
+
+import grpo_hier
+from grpo_hier import Batch, batches, credit, load_checkpoint, log_line, save_checkpoint, schedule, statistics, update
+from policy import Policy
+from rollout import Episode, Group, Plan, Step, Task, request_seed
+from runtime import World, process_group
+
+ROLES = ("actor", "decomposer")
+
+
+def config(**settings):
+    small = {"K": 2, "M": 3, "max_steps": 3, "max_tokens_A": 8, "max_tokens_D": 12, "max_norm": 1e9, "micro_batch": 3,
+             "temperature_A": 0.8, "temperature_D": 0.7}
+    return dataclasses.replace(grpo_hier.Config(), **small | settings)
+
+
+def draw(policy, n, seed=0):
+    return policy.sample([request(seed + i, "word " * (i % 3), max_new_tokens=3 + i % 4) for i in range(n)])
+
+
+@pytest.fixture(scope="module")
+def batch(policy):
+    """Nine samples of different lengths, three of them with advantage 0."""
+    adv = [0.5, -0.5, 0.0, 1.0, -1.0, 0.0, 0.25, -0.75, 0.0]
+    return Batch(draw(policy, 9), adv, [1, 2, 2, 3, 3, 3, 1, 2, 2])
+
+
+def gradients(policy, batch, cfg, B=2):
+    """The gradient of each pass, none of which moves the weights; and the statistics."""
+    seen = []
+    optimizer = SimpleNamespace(step=lambda: seen.append(
+        torch.cat([p.grad.flatten() for p in policy.parameters().values()])))
+    return seen, update(policy, optimizer, batch, B, cfg, World())
+
+
+def assert_close(a, b, relative=1e-5):
+    assert (a - b).abs().max() <= relative * b.abs().max(), float((a - b).abs().max() / b.abs().max())
+
+
+# ----------------------------------------------------------------------------------------- the update against a plain loop
+def response_logp(policy, s, T, reference=False):
+    """log π of one sample by transformers' own forward pass."""
+    inputs = policy.inputs.batch([s.prompt_ids + s.response_ids], [s.png])
+    if reference:
+        with policy.peft.disable_adapter(), torch.no_grad():
+            logits = policy.model(**inputs).logits[0]
+    else:
+        logits = policy.model(**inputs).logits[0]
+    logits = logits / T
+    logits = logits.index_fill(-1, policy.banned, -torch.inf).log_softmax(-1)
+    return [logits[len(s.prompt_ids) - 1 + u, token] for u, token in enumerate(s.response_ids)]
+
+
+def plain_loop(policy, batch, B, cfg, lr):
+    """Two SGD steps of Eqs. 7, 7', 10 or 10', token by token as printed; returns the second pass's statistics."""
+    role_A = policy.role == "actor"
+    T, C = (0.8, 3 * 8) if role_A else (0.7, 12)
+    old = [[x.item() for x in response_logp(policy, s, T)] for s in batch.samples]
+    ref = [[x.item() for x in response_logp(policy, s, T, True)] for s in batch.samples]
+    for _ in range(cfg.passes):
+        loss, clips, tokens, kl = 0.0, 0, 0, 0.0
+        for s, A, T_ij, o, f in zip(batch.samples, batch.adv, batch.T, old, ref):
+            if A == 0 and cfg.beta == 0:
+                continue
+            inner = 0.0
+            for lp, lp_old, lp_ref in zip(response_logp(policy, s, T), o, f):
+                r = (lp - lp_old).exp()
+                surrogate = min(r * A, r.clamp(1 - cfg.eps, 1 + cfg.eps) * A, key=torch.Tensor.item)
+                divergence = (lp_ref - lp).exp() - (lp_ref - lp) - 1
+                inner = inner + surrogate - cfg.beta * divergence
+                clips += (r > 1 + cfg.eps) if A > 0 else (r < 1 - cfg.eps)
+                tokens, kl = tokens + 1, kl + divergence.item()
+            if cfg.norm == "printed":
+                weight = 1 / len(s.response_ids) / (T_ij if role_A else 1)
+            else:
+                weight = 1 / C
+            loss = loss - weight * inner / (B * cfg.K * (cfg.M if role_A else 1))
+        parameters = list(policy.parameters().values())
+        for p, g in zip(parameters, torch.autograd.grad(loss, parameters)):
+            p.data -= lr * g
+    return {"loss": loss.item(), "clip": int(clips) / tokens, "kl": kl / tokens if cfg.beta else 0.0}
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("norm, beta", [("drgrpo", 0.0), ("printed", 0.0), ("drgrpo", 0.2), ("printed", 0.2)])
+def test_two_passes_are_the_printed_equations_token_by_token(make_policy, batch, role, norm, beta):
+    cfg = config(norm=norm, beta=beta)
+    policy, plain = make_policy(role, moved=5), make_policy(role, moved=5)
+    lr = {"actor": {"drgrpo": 0.1, "printed": 0.05}, "decomposer": {"drgrpo": 0.02, "printed": 0.01}}[role][norm]
+    before = torch.cat([p.detach().flatten().clone() for p in policy.parameters().values()])
+    wanted = plain_loop(plain, batch, 2, cfg, lr)
+    got = update(policy, torch.optim.SGD(policy.parameters().values(), lr=lr), batch, 2, cfg, World())
+    after, plain = (torch.cat([p.detach().flatten() for p in x.parameters().values()]) for x in (policy, plain))
+    assert_close(after - before, plain - before, 1e-3)
+    assert got["clip"] == pytest.approx(wanted["clip"]) and 0 < got["clip"] < 1 and got["ratio_max"] > 1.2
+    assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-3, abs=1e-6)
+    assert got["kl"] == pytest.approx(wanted["kl"], rel=1e-3) and (got["kl"] > 0) == (beta > 0)
+    assert got["trained"] == (9 if beta else 6)
+
+
+# ------------------------------------------------------------------------- what the gradient must and must not depend on
+@pytest.mark.parametrize("norm", ["drgrpo", "printed"])
+def test_micro_batches_and_order_are_no_part_of_the_objective(make_policy, batch, norm):
+    policy = make_policy()
+    (wanted, _), stats = gradients(policy, batch, config(norm=norm, micro_batch=9))
+    assert wanted.abs().max() > 0 and stats["ratio_max"] == 1.0
+    p = torch.randperm(9, generator=torch.Generator().manual_seed(0)).tolist()
+    shuffled = Batch(*([x[i] for i in p] for x in (batch.samples, batch.adv, batch.T)))
+    for data, size in ((batch, 1), (batch, 2), (batch, 4), (shuffled, 9), (shuffled, 2)):
+        for grad in gradients(policy, data, config(norm=norm, micro_batch=size))[0]:
+            assert_close(grad, wanted)
+
+
+def test_samples_of_advantage_zero_are_not_run_and_change_no_bit(make_policy, batch, monkeypatch):
+    policy, run = make_policy(), []
+    logp = policy.logp
+    monkeypatch.setattr(policy, "logp", lambda samples, *rest, **kw: run.extend(samples) or logp(samples, *rest, **kw))
+    with_zeros, stats = gradients(policy, batch, config())
+    assert len(run) == 2 * stats["trained"] == 2 * 6
+    kept = [i for i, a in enumerate(batch.adv) if a]
+    without, _ = gradients(policy, Batch(*([x[i] for i in kept] for x in (batch.samples, batch.adv, batch.T))), config())
+    assert all(torch.equal(a, b) for a, b in zip(with_zeros, without))
+    # and that is what running them would give: a KL term of weight zero runs them all
+    assert_close(gradients(policy, batch, config(beta=1e-30))[0][0], with_zeros[0])
+
+
+def test_ratio_is_one_in_pass_1_with_dropout_configured(make_policy, batch):
+    policy = make_policy(dropout=0.5, checkpointing=True)
+    stats = gradients(policy, batch, config(passes=2))[1]            # pass 2 recomputes: the weights did not move here
+    assert abs(stats["ratio_max"] - 1) < 1e-6 and stats["clip"] == 0
+    plain = gradients(make_policy(), batch, config(passes=1))[0][0]
+    assert_close(gradients(policy, batch, config(passes=1))[0][0], plain)
+
+
+def test_each_role_has_its_own_temperature(make_policy, batch):
+    cfg = config(temperature_A=0.8, temperature_D=0.8)
+    for role, field in zip(ROLES, ("temperature_A", "temperature_D")):
+        policy = make_policy(role)
+        grad = {value: gradients(policy, batch, dataclasses.replace(cfg, **{field: value}))[0][0] for value in (0.8, 1.6)}
+        other = {"temperature_A": "temperature_D", "temperature_D": "temperature_A"}[field]
+        assert torch.equal(gradients(policy, batch, dataclasses.replace(cfg, **{other: 1.6}))[0][0], grad[0.8])
+        assert (grad[1.6] - grad[0.8]).abs().max() > 1e-4 * grad[0.8].abs().max()
+
+
+def test_the_gradient_is_clipped_per_role_to_max_norm(make_policy, batch):
+    policy = make_policy()
+    free, stats = gradients(policy, batch, config(passes=1))
+    assert stats["grad"] == pytest.approx(float(free[0].norm()), rel=1e-5)
+    (bound,), stats = gradients(policy, batch, config(passes=1, max_norm=stats["grad"] / 4))
+    assert_close(bound, free[0] / 4, 1e-4)
+    assert stats["grad"] == pytest.approx(float(free[0].norm()), rel=1e-5)            # logged before the clip
+
+
+def test_nothing_to_learn_is_a_step_with_a_zero_gradient(make_policy, batch):
+    policy = make_policy()
+    empty = dataclasses.replace(batch.samples[0], response_ids=[])
+    for data in (Batch([], [], []), Batch([batch.samples[0]], [0.0], [1]), Batch([empty], [1.0], [1])):
+        before = {n: p.detach().clone() for n, p in policy.parameters().items()}
+        optimizer = torch.optim.AdamW(policy.parameters().values(), lr=1e-2, weight_decay=0.0)
+        stats = update(policy, optimizer, data, 1, config(), World())
+        assert all(not p.grad.any() and torch.equal(p, before[n]) for n, p in policy.parameters().items())
+        assert stats["grad"] == stats["loss"] == stats["clip"] == 0 and stats["ratio_max"] == 1
+    mixed = Batch([empty, batch.samples[1]], [1.0, -0.5], [1, 2])     # an empty answer beside others adds nothing
+    alone = Batch([batch.samples[1]], [-0.5], [2])
+    assert_close(gradients(policy, mixed, config(norm="printed"))[0][0],
+                 gradients(policy, alone, config(norm="printed"))[0][0])
+
+
+# --------------------------------------------------------------------------------------- episodes -> both roles' updates
+def groups(policy, B, seed=0, K=2, M=3):
+    """B tasks with K plans of M episodes of 1-3 steps, with real samples; one episode is lost."""
+    dice = torch.Generator().manual_seed(seed)
+    out = []
+    for b in range(B):
+        group = Group(Task(f"task{b}", "site"))
+        group.plans = [Plan(k, sample=s) for k, s in enumerate(draw(policy, K, 100 * b + 10))]
+        for plan in group.plans:
+            group.episodes.append([])
+            for m in range(M):
+                steps = [Step(b"", s) for s in draw(policy, 1 + (b + plan.k + m) % 3, 1000 * b + 100 * plan.k + 10 * m)]
+                reward = float(torch.randint(2, (), generator=dice)) if (b, plan.k, m) != (0, 1, 1) else None
+                group.episodes[-1].append(Episode(group, plan, m, 0, steps, reward=reward,
+                                                  status="infra" if reward is None else "success" if reward else "failure"))
+        out.append(group)
+    return out
+
+
+def learn(policies, optimizers, mine, B, cfg, world=World()):
+    """What `train` does with a rank's groups."""
+    *_, adv_A, adv_D = credit(mine, cfg)
+    data = batches(mine, adv_A, adv_D)
+    return {role: update(policies[role], optimizers[role], data[role], B, cfg, world) for role in ROLES}
+
+
+def adam(policies, lr=1e-4):
+    return {r: torch.optim.AdamW(p.parameters().values(), lr=lr, eps=1e-12, weight_decay=0.0) for r, p in policies.items()}
+
+
+def weights(policies):
+    return {(role, n): p.detach().clone() for role, policy in policies.items() for n, p in policy.parameters().items()}
+
+
+def test_one_step_moves_the_trained_role_and_nothing_else(make_policy, policy):
+    policies = {role: make_policy(role, moved=0, seed=i) for i, role in enumerate(ROLES)}
+    before = weights(policies)
+    frozen = {(r, n): p.detach().clone() for r, q in policies.items() for n, p in q.peft.named_parameters()
+              if ".lora_" not in n}
+    *_, adv_A, adv_D = credit(groups(policy, 2, seed=4), config())
+    data = batches(groups(policy, 2, seed=4), adv_A, adv_D)
+    assert any(data["actor"].adv) and any(data["decomposer"].adv)
+    for trained in ROLES:
+        start = weights(policies)
+        update(policies[trained], adam(policies)[trained], data[trained], 2, config(), World())
+        for (role, name), now in weights(policies).items():
+            same = torch.equal(now, start[role, name])
+            assert same == (role != trained), f"{name} of the {role} after a step of the {trained}"
+    assert all(torch.equal(dict(policies[r].peft.named_parameters())[n], p) for (r, n), p in frozen.items())
+    assert len(before) == len(weights(policies)) == 56
+
+
+def test_statistics_are_over_episodes_and_the_log_line_over_all_ranks(policy):
+    g, cfg = groups(policy, 3), config()
+    shares = [statistics(part, cfg) for part in (g[:1], [], g[1:])]  # the second rank has no task
+    line = log_line(grpo_hier.total(shares), {})
+    assert line == pytest.approx(log_line(statistics(g, cfg), {}), rel=1e-12)
+    rewards = [e.reward for group in g for row in group.episodes for e in row if e.reward is not None]
+    assert line["reward_mean"] == sum(rewards) / len(rewards) and len(rewards) == 17
+    assert line["infra_rate"] == pytest.approx(1 / 18)
+    assert line["steps_mean"] == sum(1 + (b + k + m) % 3 for b in range(3) for k in range(2) for m in range(3)) / 18
+
+
+def test_eq_11_is_logged_as_the_sum_of_both_losses(policy):
+    s = statistics(groups(policy, 1), config())
+    assert log_line(s, {"actor": {"loss": 0.5}, "decomposer": {"loss": -0.2}})["loss"] == pytest.approx(0.3)
+    assert log_line(s, {"actor": {"loss": 0.5}})["loss"] == 0.5
+
+
+# -------------------------------------------------------------------------------------------- two processes, one process
+CASES = {"two tasks and one": (3, {}), "one task, a rank with none": (1, {}),
+         "printed, with a KL term": (3, {"norm": "printed", "beta": 0.1})}
+
+
+def rank_main(directory):
+    """One rank: every case on its share of the tasks; rank 0 writes down what it ended with."""
+    policies, cases = pickle.loads((directory / "in.pkl").read_bytes()), {}
+    with process_group() as world:
+        for name, (all_groups, cfg) in policies["cases"].items():
+            pair = rebuild(policies["model"], directory)
+            stats = learn(pair, adam(pair), all_groups[world.rank::world.size], len(all_groups), cfg, world)
+            cases[name] = (weights(pair), stats)
+        if world.main:
+            torch.save(cases, directory / "out.pt")
+
+
+def rebuild(model, directory):
+    torch.set_num_threads(1)
+    pair = {role: Policy(model, role, r=4, alpha=8) for role in ROLES}
+    for role in ROLES:
+        pair[role].load(directory / role)
+    return pair
+
+
+@pytest.fixture(scope="module")
+def two_ranks(policy, make_policy, tiny_model, tmp_path_factory):
+    """What two gloo ranks, each a process of its own, make of the cases; and the directory of their inputs."""
+    directory = tmp_path_factory.mktemp("ranks")
+    for role in ROLES:
+        make_policy(role, moved=6).save(directory / role)
+    cases = {name: (groups(policy, B, seed=4), config(**settings)) for name, (B, settings) in CASES.items()}
+    (directory / "in.pkl").write_bytes(pickle.dumps({"model": tiny_model, "cases": cases}))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+                        "PYTHONPATH": str(Path(grpo_hier.__file__).parent)}
+    ranks = [subprocess.Popen([sys.executable, __file__, directory], env=env | {"RANK": str(r), "LOCAL_RANK": str(r)},
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for r in range(2)]
+    alone = {}
+    for name, (all_groups, cfg) in cases.items():
+        pair = rebuild(tiny_model, directory)
+        alone[name] = learn(pair, adam(pair), all_groups, len(all_groups), cfg), weights(pair)
+    for rank in ranks:
+        out, _ = rank.communicate(timeout=300)
+        assert rank.returncode == 0, out[-3000:]
+    return torch.load(directory / "out.pt", weights_only=False), alone
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_end_where_one_process_does(two_ranks, case):
+    together, stats = two_ranks[0][case]
+    stats_alone, alone = two_ranks[1][case]
+    assert max(float((together[key] - alone[key]).abs().max()) for key in alone) <= 1e-6
+    for role in ROLES:
+        assert stats[role]["trained"] > 0 and stats[role] == pytest.approx(stats_alone[role], rel=1e-4, abs=1e-9), role
+
+
+# ------------------------------------------------------------------------------------------------------ schedule, resume
+def test_schedule_and_seeds_do_not_depend_on_ranks():
+    tasks = [Task(f"task{i}", "site", seed=i % 3) for i in range(10)]
+    cfg = config(epochs=2, seed=3)
+    one, four = schedule(tasks, cfg, 1), schedule(tasks, cfg, 4)
+    flat = [t for b in one for t in b]
+    assert [t for b in four for t in b] == flat and list(map(len, four)) == [4, 4, 2] * 2
+    assert sorted(t.id for t in flat[:10]) == sorted(t.id for t in tasks) and flat[:10] != flat[10:]
+    assert schedule(tasks, dataclasses.replace(cfg, seed=4), 1) != one and schedule(tasks, cfg, 1) == one
+    assert schedule(tasks, dataclasses.replace(cfg, tasks_per_rank=2), 2) == four
+    seeds = {request_seed(0, "task", k, m, step) for k in range(3) for m in range(7) for step in range(15)}
+    assert len(seeds) == 3 * 7 * 15 and all(0 <= s < 2 ** 63 for s in seeds)
+    assert request_seed(0, "task", 1) == 4757332655181960182        # the same in every process
+
+
+def test_a_resumed_run_ends_with_the_same_bytes(make_policy, policy, tmp_path):
+    """Four rollout batches in one go, against two, a checkpoint, and two more in new objects."""
+    data = [groups(policy, 1, seed=s) for s in (4, 5, 6, 7)]
+    fresh = lambda: {role: make_policy(role, moved=0, seed=i) for i, role in enumerate(ROLES)}
+    straight = fresh()
+    optimizers = adam(straight, 1e-3)
+    for i, g in enumerate(data):
+        learn(straight, optimizers, g, 1, config())
+        if i == 1:
+            torch.manual_seed(42)
+            save_checkpoint(tmp_path, i + 1, straight, optimizers, keep=2)
+    resumed = fresh()
+    optimizers = adam(resumed, 1e-3)
+    torch.manual_seed(0)
+    assert load_checkpoint(tmp_path, resumed, optimizers) == 2
+    assert torch.initial_seed() == 42                                # the generator's state is part of it
+    for g in data[2:]:
+        learn(resumed, optimizers, g, 1, config())
+    a, b = weights(straight), weights(resumed)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert any(not torch.equal(a[key], w) for key, w in weights(fresh()).items())
+
+
+def test_only_complete_checkpoints_count_and_old_ones_go(make_policy, tmp_path):
+    policies = {"actor": make_policy(moved=0)}
+    assert load_checkpoint(tmp_path / "none", policies, {}) == 0
+    for done in (1, 2, 3):
+        save_checkpoint(tmp_path, done, policies, adam(policies), keep=2)
+    (tmp_path / ".000004.tmp").mkdir()                               # what a killed write leaves behind
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".000004.tmp", "000002", "000003"]
+    assert load_checkpoint(tmp_path, policies, adam(policies)) == 3
+
+
+if __name__ == "__main__":
+    rank_main(Path(sys.argv[1]))

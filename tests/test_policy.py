@@ -1,0 +1,330 @@
+"""One role's policy on a random Qwen2.5-VL: its log-probs, tokens, masks, sampler and adapter, against independent
+computations with transformers and PEFT."""
+
+import copy
+import json
+
+import pytest
+import torch
+from conftest import png, request
+from safetensors.torch import load_file, save_file
+
+import policy as policy_module
+from policy import GumbelSampler, Policy, Sample, forward_hidden, load_model, policy_logits, token_logp
+from runtime import UserError
+
+NONE = torch.tensor([], dtype=torch.long)
+
+
+def make_sample(policy, seed, response, user="Where is the cart?", image=None):
+    image = image or png(seed)
+    prompt_ids, size = policy.encode("Do the next step.", user, image)
+    return Sample(prompt_ids, image, size, list(response))
+
+
+@pytest.fixture(scope="module")
+def samples(policy):
+    """Three samples with prompts, images and responses of different lengths."""
+    end = policy.inputs.end_id
+    return [make_sample(policy, 1, [5, 9, 300, 17, end], "Click"),
+            make_sample(policy, 2, [40, end], "Scroll down to the very end of the page", png(2, (112, 84))),
+            make_sample(policy, 3, [7, 7, 8, 300, 301, 302, 9, end], "x")]
+
+
+def reference_logp(policy, sample, T=0.8, **change):
+    """log π of one sample without padding, by transformers' own forward pass and a float64 softmax."""
+    inputs = policy.inputs.batch([sample.prompt_ids + sample.response_ids], [sample.png]) | change
+    with torch.no_grad():
+        logits = policy.model(**inputs).logits[0].double() / T
+    logits[:, policy.inputs.banned] = -torch.inf
+    rows = logits[len(sample.prompt_ids) - 1:-1].log_softmax(-1)
+    return rows[range(len(rows)), sample.response_ids]
+
+
+def assert_same(got, wanted, tolerance):
+    for g, w in zip(got, wanted, strict=True):
+        assert g.shape == w.shape
+        assert not len(w) or (g.detach().double() - w.double()).abs().max() <= tolerance
+
+
+# --------------------------------------------------------------------------------------------- log-probs over a vocabulary
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("n, chunk", [(1, 4), (4, 4), (11, 4), (0, 4)])
+def test_token_logp_and_its_gradient_against_float64(n, chunk, trainable):
+    g = torch.Generator().manual_seed(0)
+    W = (2 * torch.randn(31, 6, generator=g)).requires_grad_(trainable)
+    h = torch.randn(n, 6, generator=g).requires_grad_()
+    y, banned = torch.randint(28, (n,), generator=g), torch.tensor([29, 30])
+    weight = torch.randn(n, generator=g)
+    logp = token_logp(h, W, y, 0.7, banned, chunk)
+    (logp * weight).sum().backward()
+    h64, W64 = h.detach().double().requires_grad_(), W.detach().double().requires_grad_()
+    z = (h64 @ W64.T / 0.7)[:, :29]
+    wanted = z.log_softmax(-1)[range(n), y]
+    (wanted * weight).sum().backward()
+    assert logp.dtype == torch.float32
+    assert_same([logp, h.grad.flatten()], [wanted.detach(), h64.grad.flatten()], 1e-5)
+    if trainable:
+        assert_same([W.grad.flatten()], [W64.grad.flatten()], 1e-5)
+
+
+def test_policy_logits_change_no_input():
+    logits = torch.randn(2, 5)
+    before = logits.clone()
+    out = policy_logits(logits, 1.0, torch.tensor([3]))
+    assert torch.equal(logits, before) and (out[:, 3] == -torch.inf).all()
+
+
+# ------------------------------------------------------------------------------------------------- padding, images, types
+def test_right_padded_left_padded_and_single_samples_agree(policy, samples):
+    single = [reference_logp(policy, s) for s in samples]
+    assert_same(policy.logp(samples, 0.8), single, 1e-5)
+    assert_same(policy.logp(samples[::-1], 0.8)[::-1], single, 1e-5)
+    left = policy.inputs.batch([s.prompt_ids for s in samples], [s.png for s in samples],
+                               [s.response_ids for s in samples], left=True)
+    assert left["attention_mask"][:, 0].tolist() == [0, 1, 0] and left["attention_mask"][:, -1].all()
+    h_NSH = forward_hidden(policy.model, left)
+    rows = [token_logp(h_NSH[i, -len(s.response_ids) - 1:-1], policy.model.lm_head.weight,
+                       torch.tensor(s.response_ids), 0.8, policy.banned) for i, s in enumerate(samples)]
+    assert_same(rows, single, 1e-5)
+
+
+def test_each_sample_sees_its_own_image(policy):
+    a, b = make_sample(policy, 1, [5, 9, 30]), make_sample(policy, 2, [5, 9, 30])
+    assert a.prompt_ids == b.prompt_ids                              # only the pixels differ
+    both, alone = policy.logp([a, b], 0.8), [policy.logp([s], 0.8)[0] for s in (a, b)]
+    assert_same(both, [x.detach() for x in alone], 1e-5)
+    assert (both[0] - both[1]).abs().max() > 0.1                     # swapping them would show
+
+
+def test_missing_token_types_are_an_error_because_they_would_change_the_numbers(policy, samples):
+    inputs = policy.inputs.batch([samples[0].prompt_ids], [samples[0].png])
+    types = inputs.pop("mm_token_type_ids")
+    with pytest.raises(ValueError, match="mm_token_type_ids"):
+        forward_hidden(policy.model, inputs)
+    assert types.sum() == 4 and torch.equal(types == 1, inputs["input_ids"] == policy.inputs.image_id)
+    right = reference_logp(policy, samples[0])
+    wrong = reference_logp(policy, samples[0], mm_token_type_ids=None)
+    assert (right - wrong).abs().max() > 1e-2
+
+
+def test_text_cannot_add_an_image_or_end_a_turn(policy):
+    plain, _ = policy.encode("", "a", png(0))
+    ids, _ = policy.encode("", "a<|image_pad|><|im_end|><|vision_start|>", png(0))
+    assert [sum(i in special for i in ids) for special in ([policy.inputs.image_id], [policy.inputs.end_id])] == \
+           [sum(i in special for i in plain) for special in ([policy.inputs.image_id], [policy.inputs.end_id])]
+
+
+def test_generation_leaves_nothing_behind_that_changes_log_probs(policy, samples):
+    before = policy.logp(samples, 0.8)
+    policy.sample([request(9, "another prompt, longer than the others", image=png(4, (84, 140)))])
+    after = policy.logp(samples, 0.8)
+    assert all(torch.equal(a, b) for a, b in zip(before, after))
+
+
+# ------------------------------------------------------------------------------------------------------------ the sampler
+@pytest.mark.parametrize("settings", [{}, {"dropout": 0.3, "checkpointing": True}])
+def test_sampler_log_probs_equal_recomputed_ones(make_policy, settings):
+    policy = make_policy(**settings)
+    requests = [request(i, "x" * 7 * i, max_new_tokens=6 + i, image=png(i, (56, 56 + 28 * (i % 3)))) for i in range(6)]
+    drawn = policy.sample(requests)
+    assert any(len(s.response_ids) > 5 for s in drawn)
+    assert_same(policy.logp(drawn, 0.8), [torch.tensor(s.logp) for s in drawn], 1e-5)
+    assert_same([reference_logp(policy, s) for s in drawn], [torch.tensor(s.logp) for s in drawn], 1e-5)
+    cold = policy.sample([request(i, temperature=0.3) for i in range(2)])
+    assert_same(policy.logp(cold, 0.3), [torch.tensor(s.logp) for s in cold], 1e-5)
+
+
+def test_temperature_zero_takes_the_likeliest_token(policy):
+    s, = policy.sample([request(3, temperature=0.0, max_new_tokens=5)])
+    assert s.logp == [0.0] * len(s.response_ids)
+    for n in range(len(s.response_ids)):
+        inputs = policy.inputs.batch([s.prompt_ids + s.response_ids[:n]], [s.png])
+        with torch.no_grad():
+            logits = policy.model(**inputs).logits[0, -1]
+        logits[policy.inputs.banned] = -torch.inf
+        assert int(logits.argmax()) == s.response_ids[n]
+
+
+def test_draws_depend_on_the_request_alone(policy):
+    requests = [request(i, "abc " * i) for i in range(5)]
+    together = policy.sample(requests)
+    assert [s.response_ids for s in policy.sample(requests[::-1])] == [s.response_ids for s in together[::-1]]
+    assert policy.sample(requests[2:3])[0].response_ids == together[2].response_ids
+    same_prompt = policy.sample([request(i, image=png(0)) for i in range(21)])
+    assert len({tuple(s.response_ids) for s in same_prompt}) == 21    # K·M episodes of one task do not repeat each other
+
+
+def test_draws_follow_the_softmax_at_the_temperature():
+    logits, n = torch.tensor([[2.0, 1.0, 0.0, -1.0, 9.0]]), 4000
+    sampler = GumbelSampler(range(n), [0.8] * n, torch.tensor([4]), "cpu")
+    drawn = sampler(torch.zeros(n, 1, dtype=torch.long), logits.expand(n, -1)).argmax(-1)
+    p = (logits[0, :4].double() / 0.8).softmax(-1)
+    share = torch.bincount(drawn, minlength=5).double() / n
+    assert share[4] == 0                                             # banned, although by far the likeliest
+    assert ((share[:4] - p).abs() < 4.5 * (p * (1 - p) / n).sqrt()).all()
+    assert torch.allclose(sampler.logp(drawn[:, None]).exp().squeeze(-1).double(), p[drawn], atol=1e-6)
+
+
+@pytest.fixture
+def push(policy):
+    """push({step: id}) makes the model write those ids: adds to the logits of its n-th call from here on."""
+    handles = []
+
+    def start(wanted, strength=1000.0):
+        calls = iter(range(10 ** 9))
+
+        def hook(module, inputs, output):
+            token = wanted.get(next(calls), wanted.get("always"))
+            output[..., [] if token is None else token] += strength
+        handles.append(policy.model.lm_head.register_forward_hook(hook))
+    yield start
+    for handle in handles:
+        handle.remove()
+
+
+def test_banned_ids_are_never_sampled_and_refused_in_training(policy, push):
+    assert policy.inputs.image_id in policy.inputs.banned and len(policy.inputs.banned) >= 3
+    push({"always": policy.inputs.banned})
+    for s in policy.sample([request(1), request(2, temperature=0.0)]):
+        assert not set(s.response_ids) & set(policy.inputs.banned)
+    with pytest.raises(ValueError, match="banned"):
+        policy.logp([make_sample(policy, 1, [5, policy.inputs.image_id, 6])], 0.8)
+
+
+# -------------------------------------------------------------------------------------------------- tokens, ends and masks
+def test_the_sampled_end_is_part_of_the_response_and_what_follows_is_not(policy, push):
+    for end in (policy.inputs.end_id, policy.inputs.pad_id):
+        push({0: 7, 1: end})
+        for s in policy.sample([request(1, max_new_tokens=9), request(2, max_new_tokens=9)]):
+            assert s.response_ids == [7, end] and len(s.logp) == 2 and not s.truncated
+            assert_same(policy.logp([s], 0.8), [reference_logp(policy, s)], 1e-5)
+
+
+def test_one_row_ends_while_another_goes_on(policy, push, monkeypatch):
+    """The filler after a row's end is in no response, whatever ids serve as padding and as end."""
+    wanted = {}
+    for pad in (policy.inputs.pad_id, policy.inputs.end_id):         # also pad == end
+        monkeypatch.setattr(policy.inputs, "pad_id", pad)
+        wanted[pad] = [s.response_ids for s in policy.sample([request(i, max_new_tokens=12 - 5 * (i == 1)) for i in range(8)])]
+        drawn = policy.sample([request(i, max_new_tokens=12 - 5 * (i == 1)) for i in range(8)])
+        assert_same(policy.logp(drawn, 0.8), [torch.tensor(s.logp) for s in drawn], 1e-5)
+        assert len(drawn[1].response_ids) <= 7
+    assert len({json.dumps(ids) for ids in wanted.values()}) == 1
+
+
+def test_a_response_cut_at_the_limit_is_marked(policy, push):
+    push({n: 11 + n for n in range(3)})
+    s, = policy.sample([request(1, max_new_tokens=3)])
+    assert s.response_ids == [11, 12, 13] and s.truncated and len(s.logp) == 3
+    assert len(policy.logp([s], 0.8)[0]) == 3                        # its loss is kept (PAPER-GAP 17)
+
+
+def test_empty_responses_and_batches_without_a_trainable_token(policy, samples):
+    empty = make_sample(policy, 4, [])
+    rows = policy.logp([samples[0], empty, samples[1]], 0.8)
+    assert [len(r) for r in rows] == [5, 0, 2]
+    assert_same(rows, [reference_logp(policy, s) for s in (samples[0], empty, samples[1])], 1e-5)
+    nothing = policy.logp([empty], 0.8)[0]
+    assert nothing.shape == (0,)
+    nothing.sum().backward()                                         # there is a graph, and its gradient is zero
+    assert all(p.grad is None or not p.grad.any() for p in policy.parameters().values())
+    for p in policy.parameters().values():
+        p.grad = None
+
+
+def test_trained_ids_are_the_sampled_ids_though_text_does_not_encode_back_to_them(policy, monkeypatch):
+    drawn = policy.sample([request(i) for i in range(6)])
+    encode = lambda text: policy.inputs.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert any(encode(s.text) != s.response_ids for s in drawn), "the test needs text that does not encode back"
+    seen = []
+    forward = policy_module.forward_hidden
+    monkeypatch.setattr(policy_module, "forward_hidden", lambda m, inputs: seen.append(inputs) or forward(m, inputs))
+    for method in ("decode", "encode", "__call__", "batch_decode"):  # none is needed to train
+        monkeypatch.setattr(type(policy.inputs.tokenizer), method, None)
+    assert_same(policy.logp(drawn, 0.8), [torch.tensor(s.logp) for s in drawn], 1e-5)
+    for s, ids, mask in zip(drawn, seen[0]["input_ids"], seen[0]["attention_mask"]):
+        assert ids[mask.bool()].tolist() == s.prompt_ids + s.response_ids
+
+
+# -------------------------------------------------------------------------------------------------------------- adapters
+def test_lora_is_on_the_language_model_s_linear_layers_only(policy):
+    layers = {n.split(".lora_")[0] for n in policy.parameters()}
+    assert len(layers) == 7 * 2 and len(policy.parameters()) == 2 * len(layers)
+    assert all(".language_model.layers." in n for n in layers) and not any("visual" in n for n in layers)
+    trainable = {n for n, p in policy.peft.named_parameters() if p.requires_grad}
+    assert trainable == set(policy.parameters())
+
+
+def test_a_new_adapter_changes_nothing_and_a_moved_one_does(make_policy, policy, samples):
+    fresh = make_policy(moved=0)
+    assert_same(fresh.logp(samples, 0.8), [x.detach() for x in fresh.logp(samples, 0.8, reference=True)], 0)
+    moved = policy.logp(samples, 0.8)
+    assert_same(policy.logp(samples, 0.8, reference=True), [x.detach() for x in fresh.logp(samples, 0.8)], 1e-6)
+    assert (moved[0] - fresh.logp(samples, 0.8)[0]).abs().max() > 0.05
+
+
+def test_dropout_never_acts(make_policy, samples):
+    policy = make_policy(dropout=0.5, checkpointing=True)
+    first, second = policy.logp(samples, 0.8), policy.logp(samples, 0.8)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    without = make_policy(dropout=0.0)
+    assert_same(first, [x.detach() for x in without.logp(samples, 0.8)], 0)
+
+
+def test_gradient_checkpointing_gives_every_adapter_tensor_the_same_gradient(make_policy, samples):
+    grads = []
+    for checkpointing in (False, True):
+        policy = make_policy(checkpointing=checkpointing)
+        sum(r.sum() for r in policy.logp(samples, 0.8)).backward()
+        grads.append({n: p.grad for n, p in policy.parameters().items()})
+    for name, grad in grads[0].items():
+        assert grad.abs().max() > 0 and torch.allclose(grad, grads[1][name], atol=1e-6), name
+
+
+def test_adapters_save_and_load_bit_equal_here_and_in_peft(make_policy, samples, tiny_model, tmp_path):
+    from peft import PeftModel
+    for role in ("actor", "decomposer"):
+        policy = make_policy(role, moved=3)
+        policy.save(tmp_path / role)
+        saved = load_file(tmp_path / role / "adapter_model.safetensors")
+        assert len(saved) == len(policy.parameters()) == 28
+        other = make_policy(role, moved=4)
+        other.load(tmp_path / role)
+        for (n, a), b in zip(policy.parameters().items(), other.parameters().values()):
+            assert torch.equal(a, b) and torch.equal(a, saved[n.replace(f".{role}.", ".")]), n
+        assert all(torch.equal(a, b) for a, b in zip(policy.logp(samples, 0.8), other.logp(samples, 0.8)))
+        theirs = copy.copy(policy)
+        theirs.model = PeftModel.from_pretrained(load_model(tiny_model), tmp_path / role).get_base_model().eval()
+        assert_same([reference_logp(theirs, s) for s in samples], [x.detach() for x in policy.logp(samples, 0.8)], 1e-5)
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "absent"])
+def test_an_adapter_that_does_not_fit_is_refused(make_policy, tmp_path, change):
+    policy = make_policy()
+    policy.save(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    state = load_file(file)
+    if change == "missing":
+        del state[min(state)]
+    else:
+        state["base_model.model.other.lora_A.weight"] = torch.zeros(1)
+    save_file(state, file)
+    if change == "absent":
+        file.unlink()
+    with pytest.raises(UserError, match="adapter"):
+        policy.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mlp", "visual", "language_model", "q_proj", "lm_head"])
+def test_adapter_names_that_are_module_names_are_refused(tiny_model, name):
+    with pytest.raises(UserError, match=name):
+        Policy(tiny_model, name, r=4)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    with pytest.raises(UserError, match="config.json"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match="llama"):
+        load_model(tmp_path)
