@@ -119,20 +119,23 @@ class Chromium:
         self.process = self.driver = None         # psutil's, of Chromium and of Playwright's driver
         self.token = uuid.uuid4().hex             # a switch by which the browser's process is known
         self.due = self.deadline = float("inf")   # monotonic s, of the present operation and of the episode
-        self.killed, self.killed_at, self.crashed = "", 0.0, False
+        self.killed, self.killed_at, self.crashed, self.thread = "", 0.0, False, 0
 
     def launch(self, args: list[str]) -> None:
         """Start driver and browser, ending the ones before. Raises UserError where there is no browser."""
         from playwright.sync_api import Error, sync_playwright
         self.stop()
+        if self.killed == "closed":
+            raise ConnectionError("the pool is ending")
         self.killed, self.crashed, self.token = "", False, uuid.uuid4().hex
+        self.thread = threading.get_native_id()
         self.watchdog.watch(self)
         args = [*CHROMIUM_ARGS, *args, f"--session-token={self.token}",
                 *(["--no-sandbox"] if os.geteuid() == 0 else [])]
         with self.bound(LAUNCH + STOP):
             try:
                 self.playwright = sync_playwright().start()
-                self.driver = started_last()
+                self.driver = started_last(self.thread)
                 self.browser = self.playwright.chromium.launch(executable_path=chromium(), args=args,
                                                                timeout=LAUNCH * 1000)
             except Error as e:
@@ -148,10 +151,8 @@ class Chromium:
         with self.bound(STOP):
             for thing, end in ((self.browser, "close"), (self.playwright, "stop")):
                 if thing is not None:
-                    try:
+                    with contextlib.suppress(Exception):      # a dead browser cannot be closed: as we wish
                         getattr(thing, end)()
-                    except Exception:             # a dead browser cannot be closed: that is what we wanted
-                        self.killed = self.killed or "closed"
         for process in (self.process, self.driver):
             end_tree(process)
         self.watchdog.forget(self)
@@ -188,8 +189,9 @@ class Chromium:
 
     def kill(self, why: str) -> None:
         """End this browser's processes; `why` is the fault of the call that raises."""
-        self.killed, self.killed_at = self.killed or why, time.monotonic()
-        end_tree(self.process or self._find() or self.driver)
+        if not self.killed or why == "closed":
+            self.killed, self.killed_at = why, self.killed_at if self.killed else time.monotonic()
+        end_tree(self.process or self._find() or self.driver or started_last(self.thread))
 
     def _find(self):
         """The browser's process: of all below us, it alone carries this token."""
@@ -222,9 +224,9 @@ def end_tree(process) -> None:
                 p.kill()
 
 
-def started_last():
-    """The process that this thread started last, where the system tells (Linux); else None."""
+def started_last(thread: int):
+    """The process that one of our threads started last, where the system tells (Linux); else None."""
     with contextlib.suppress(OSError, IndexError, psutil.Error):
-        children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+        children = Path(f"/proc/self/task/{thread}/children").read_text().split()
         return psutil.Process(int(children[-1]))
     return None

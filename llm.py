@@ -165,13 +165,14 @@ class Client:
 
     def ask(self, system: str, turns, request_id: str = "") -> Answer:
         """One answer. `turns`: a text, or [(role, text or parts), ...]. `request_id` goes along as the header
-        X-Client-Request-Id (ASCII), for the server's logs. Raises LLMError."""
+        X-Client-Request-Id, for the server's logs. Raises LLMError."""
         body = self.body(system, turns)
         file = self._cache_file(body)
         if file and file.exists():
             self._count(cache_hits=1)
             return read_reply(self.api, json.loads(file.read_text())["reply"])
-        reply, answer = self._persist(body, {"X-Client-Request-Id": request_id} if request_id else {})
+        name = request_id.encode("ascii", "backslashreplace").decode()[:512]  # what OpenAI takes
+        reply, answer = self._persist(body, {"X-Client-Request-Id": name} if name else {})
         if file and answer.status == "ok":
             write_atomic(file, json.dumps({"reply": reply}))
         self._count(**answer.usage)
@@ -182,7 +183,7 @@ class Client:
         return request_body(self.api, self.model, system, turns, **self.options)
 
     def without_key(self, text: str) -> str:
-        return text.replace(self._secret, "***")
+        return text.replace(self._secret, "***") if len(self._secret) > 8 else text
 
     def stop(self) -> None:
         """Let every pausing question end with LLMError at once."""

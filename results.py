@@ -69,8 +69,9 @@ def scores_by_task(episodes: list[dict]) -> dict[tuple, list[float]]:
 
 
 def counts(episodes: list[dict]) -> dict[str, int]:
-    """n (scored), n_infra (browser or site broke), n_unknown (no verdict otherwise), n_unparsable."""
-    null = [e.get("status") == "infra" for e in episodes if e["reward"] is None]
+    """n (scored), n_infra (browser or site broke), n_unknown (it ended, no verdict came), n_unparsable."""
+    null = [e.get("status") == "infra" and e.get("fault") != "verdict"
+            for e in episodes if e["reward"] is None]
     return {"n": len(episodes) - len(null), "n_infra": sum(null), "n_unknown": len(null) - sum(null),
             "n_unparsable": sum(e.get("status") == "unparsable" for e in episodes)}
 

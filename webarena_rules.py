@@ -225,12 +225,6 @@ def anywhere(kind: str, reply: str) -> bool | None:
     return True if yes in reply else None
 
 
-def anywhere_or_no(kind: str, reply: str) -> bool | None:
-    """ScaleCUA: what is no verdict on an answer counts as incorrect."""
-    verdict = anywhere(kind, reply)
-    return False if verdict is None and kind == "answer" else verdict
-
-
 # -------------------------------------------------------------------------------------------------- profiles
 RULES = ("exact_match", "must_include", "must_exclude", "one_of", "required_values", "fuzzy_match")
 NO_ONE_OF = ("exact_match", "must_include", "must_exclude", "required_values", "fuzzy_match")
@@ -265,7 +259,7 @@ PROFILES = {
                "required_values": satisfies}),
     # ScaleCUA's faults: must_exclude lost its `not`, helpers are not imported, an error is a failure
     "scalecua_v2": Profile(
-        clean=unquoted_lower, url=url_text, note="EXACT", verdict=anywhere_or_no, helpers=False, crash=0.0,
+        clean=unquoted_lower, url=url_text, note="EXACT", verdict=anywhere, helpers=False, crash=0.0,
         rules=on_clean(unquoted_lower, exact_match=same, must_include=substring, must_exclude=substring,
                        one_of=substring, required_values=integer)),
     "vab": Profile(

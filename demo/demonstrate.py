@@ -30,7 +30,7 @@ from env_miniwob import MiniWob  # noqa: E402
 from rollout import RolloutConfig  # noqa: E402
 
 # Share of the demonstrations of a page that follow its wrong plan (where it differs from the right one).
-HABITS = {"choose-date-easy": 0.6, "grid-coordinate": 0.6, "use-spinner": 0.6, "click-tab": 0.0}
+HABITS = {"choose-date-easy": 0.6, "grid-coordinate": 0.6, "use-spinner": 0.55, "click-tab": 0.0}
 ASK = "<image>\nPlease generate the next move according to the UI screenshot, task and previous operations."
 
 

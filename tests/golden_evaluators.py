@@ -68,6 +68,8 @@ STRINGS = [
     ({"must_include": ["65 |OR| 3"]}, "3", "1110", "alternatives: WebArena's string_match knows none"),
     ({"must_include": ["65 |OR| 3"]}, "4", "0000", "neither"),
     ({"must_include": ["???"]}, "what ???", "1111", "no word at all: as text"),
+    ({"must_include": ["???"]}, "what", "0000", "and not in anything"),
+    ({"exact_match": "Yes"}, " ''Yes''", "0001", "the published ones clean twice; WebArena also strips"),
     ({"must_include": ["Yes"]}, "", "0000", "no answer"),
     ({"must_include": ["sean.miller@gmail.com"]}, "mail: Sean.Miller@gmail.com", "1111", "an address"),
     ({"must_include": ["15213"]}, "Pittsburgh, PA 15213-1234", "1101", "an extended postal code"),

@@ -37,10 +37,10 @@ def test_what_is_sent_and_read(api):
     with serving(lambda *request: OK) as server:
         asked = client(server, api=api, max_output_tokens=99, reasoning="low", temperature=0.0)
         turns = [("user", ["Is it?", png, "Well?"]), ("assistant", "Hm."), ("user", "Say.")]
-        answer = asked.ask("Look.", turns, "a#1")
+        answer = asked.ask("Look.", turns, "ä#1")
     path, body, headers = server.requests[0]
     assert (answer.text, answer.status, answer.model) == (OK, "ok", "a-model") and answer.usage["output"] == 3
-    assert headers["x-client-request-id"] == "a#1"
+    assert headers["x-client-request-id"] == "\\xe4#1"
     turns = body["input"] if api == "responses" else body["messages"][1:]
     assert [t["role"] for t in turns] == ["user", "assistant", "user"]
     first = turns[0]["content"]

@@ -145,7 +145,8 @@ def test_spellings_of_an_answer(name):
 
 @pytest.mark.parametrize("text", [
     "YES the scroll [step 3]", "[YES: the scroll [step 3]]", "<YES> the scroll [step 3]",
-    "[YES] the scroll [step 3]", "**YES** – the scroll [step 3]", "Yes, the scroll [step 3]", "YES\n\n- the scroll\n  [step 3]"])
+    "[YES] the scroll [step 3]", "**YES** – the scroll [step 3]", "Yes, the scroll [step 3]",
+    "YES\n\n- the scroll\n  [step 3]"])
 def test_spellings_of_unnecessary_actions(text):
     assert parse_teacher(ANSWER.replace("NONE", text)).unnecessary == "the scroll [step 3]"
 

@@ -38,10 +38,12 @@ def bernoulli(seed, tasks, runs, shift=0.0):
 # ---------------------------------------------------------------------------------------------------- reading
 def test_retried_episodes_count_once_and_infra_never(tmp_path):
     lines = [episode("a", None), episode("a", 1.0), episode("a", None), episode("b", 0.0), episode("b", 1.0),
-             episode("c", None), episode("c", None, status="failure"), episode("d", None)]
+             episode("c", None), episode("c", None, status="failure"), episode("d", None),
+             episode("e", None, fault="verdict")]
     es = results.read_episodes(write(tmp_path / "r", lines))
-    assert [(e["task"], e["reward"]) for e in es] == [("a", 1.0), ("b", 1.0), ("c", None), ("d", None)]
-    assert results.counts(es) == {"n": 2, "n_infra": 1, "n_unknown": 1, "n_unparsable": 0}
+    rewards = {"a": 1.0, "b": 1.0, "c": None, "d": None, "e": None}
+    assert {e["task"]: e["reward"] for e in es} == rewards and len(es) == len(rewards)
+    assert results.counts(es) == {"n": 2, "n_infra": 1, "n_unknown": 2, "n_unparsable": 0}
     assert results.scores_by_task(es) == {("a", 0): [1.0], ("b", 0): [1.0]}
 
 

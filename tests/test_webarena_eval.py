@@ -136,6 +136,7 @@ def test_an_unknown_outcome_says_why():
 @pytest.mark.parametrize("text", [
     "func:__import__('os').system('true')", "func:reddit_get_post_url(open('/etc/passwd'))", "func:eval('1')",
     "func:reddit_get_post_url()", "func:reddit_get_post_url('a', 'b')", "func:reddit_get_post_url(url='a')",
+    "func:shopping_get_latest_order_url(shop='http://elsewhere')",
     "func:reddit_get_post_url(f'{1}')", "func:reddit_get_post_url(7)", "func:shopping_get_latest_order_url",
     "func:gitlab_get_project_memeber_role('p', 'a')", "func:gitlab_get_project_memeber_role(page, 'a')",
     "func:reddit_get_post_url('a'", "func:(lambda: 0)()", "func:"])

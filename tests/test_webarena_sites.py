@@ -117,12 +117,13 @@ def test_a_writer_is_not_starved_by_readers(tmp_path):
     def read():
         while not done.is_set():
             lease, = leases.acquire([(s, False)])
-            done.wait(0.02)
+            done.wait(0.1)
             lease.release()
             readers.append(1)
-    threads = [threading.Thread(target=read) for _ in range(3)]
+    threads = [threading.Thread(target=read) for _ in range(8)]
     for t in threads:
         t.start()
+        time.sleep(0.013)
     start = time.monotonic()
     leases.acquire([(s, True)])[0].release()
     took = time.monotonic() - start

@@ -1,0 +1,256 @@
+"""The house rules that a reader relies on, held true by reading the source: the README's map of the equations, sizes,
+who imports whom, nothing happens at import, no swallowed errors, no sleeping for pages, no evaluated data."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import mutants
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = sorted(ROOT.glob("*.py"))
+PROGRAMS = sorted([*ROOT.glob("demo/*.py"), *ROOT.glob("bench/*.py")])
+FILES = [*ROOMS, *PROGRAMS, *sorted(ROOT.glob("tests/*.py"))]
+SHIPPED = [*ROOMS, *PROGRAMS]
+STAGES = {"annotate", "sft", "grpo_hier", "evaluate", "analysis"}
+by_name = pytest.mark.parametrize("file", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+by_shipped_name = pytest.mark.parametrize("file", SHIPPED, ids=lambda p: str(p.relative_to(ROOT)))
+
+
+def tree(file):
+    return ast.parse(file.read_text())
+
+
+def functions(node, prefix=""):
+    """(qualified name, node) of every function, methods and nested ones too."""
+    for child in ast.iter_child_nodes(node):
+        inner = prefix
+        if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            inner = f"{prefix}{child.name}."
+            if isinstance(child, ast.FunctionDef):
+                yield prefix + child.name, child
+        yield from functions(child, inner)
+
+
+def length(node):
+    return node.end_lineno - node.lineno + 1
+
+
+# ---------------------------------------------------------------------------------------------------- paper -> code map
+def equation_map():
+    """README's table between its markers: {equation: (function, test prefix, gap numbers)}."""
+    block = (ROOT / "README.md").read_text().split("<!-- equations -->")[1].split("<!-- /equations -->")[0]
+    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.strip().splitlines()]
+    assert rows[0] == ["equation", "function", "test", "gap"], rows[0]
+    return {eq.split(" ")[0]: (function.strip("`"), test.strip("`"), set(re.findall(r"\d+", gap)))
+            for eq, function, test, gap in rows[2:]}
+
+
+def citing():
+    """{equation: [(room.function, docstring)]} for every function whose docstring begins with an equation's number."""
+    found = {}
+    for file in ROOMS:
+        for name, node in functions(tree(file)):
+            doc = ast.get_docstring(node) or ""
+            if cited := re.match(r"Eqs?\. ([\d', ]+):", doc):
+                for equation in cited[1].split(", "):
+                    found.setdefault(equation, []).append((f"{file.stem}.{name}", doc))
+    return found
+
+
+def test_every_equation_has_one_function_and_the_map_names_it():
+    numbered = {eq: row for eq, row in equation_map().items() if eq[0].isdigit()}
+    assert list(numbered) == ["1", "2", "3", "4", "5", "6", "7", "7'", "8", "9", "10", "10'", "11"]
+    found = citing()
+    assert set(found) == set(numbered)
+    for equation, (function, _, gaps) in numbered.items():
+        assert [name for name, _ in found[equation]] == [function], f"Eq. {equation}"
+        cited = set(re.findall(r"PAPER-GAPs? (\d+)", found[equation][0][1]))
+        assert cited <= gaps, f"Eq. {equation}: {function} cites PAPER-GAP {cited}, the map {gaps}"
+
+
+def test_every_function_of_the_map_exists():
+    there = {f"{file.stem}.{name}" for file in ROOMS for name, _ in functions(tree(file))}
+    for function, _, _ in equation_map().values():
+        assert set(function.split("`, `")) <= there, function
+
+
+def test_every_equation_has_a_test_named_after_it():
+    tests = {name for file in ROOT.glob("tests/test_*.py") for name, _ in functions(tree(file))}
+    names = {"ℓ": "test_clip_*", "KL": "test_kl_*", "appendix": "test_appendix_B_*"}
+    for equation, (_, test, _) in equation_map().items():
+        assert test == names.get(equation, f"test_eq_{equation.replace(chr(39), 'p')}_*"), equation
+        assert any(t.startswith(test.rstrip("*")) for t in tests), f"no test is named {test}"
+
+
+def test_every_paper_gap_that_is_cited_is_explained_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    known = set(re.findall(r"(?m)^\| (\d+) ", readme[readme.index("## PAPER-GAPs"):]))
+    cited = {n for file in SHIPPED for m in re.findall(r"PAPER-GAPs? (\d+(?:, \d+)*)", file.read_text())
+             for n in m.split(", ")}
+    assert cited | {n for _, _, gaps in equation_map().values() for n in gaps} <= known
+
+
+# ----------------------------------------------------------------------------------------------------------------- sizes
+@by_name
+def test_sizes(file):
+    text = file.read_text()
+    wide = [i for i, line in enumerate(text.splitlines(), 1) if len(line) > 110]
+    assert not wide, f"wider than 110 columns: lines {wide}"
+    assert len(text.splitlines()) <= 500
+    doc = ast.get_docstring(tree(file))
+    assert doc and len(doc.splitlines()) <= 25, "a module docstring of at most 25 lines"
+    for name, node in functions(tree(file)):
+        doc = ast.get_docstring(node) or ""
+        limit = 120 if node.name in ("main", "train") else 15 if re.match(r"Eqs?\. ", doc) else 60
+        assert length(node) <= limit, f"{name} has {length(node)} lines, its limit is {limit}"
+
+
+# --------------------------------------------------------------------------------------------------------------- imports
+TOOLS = {"llm", "prompts", "actions"}
+MAY_IMPORT = {"runtime": set(), "actions": set(), "prompts": set(), "policy": set(), "llm": set(), "chromium": set(),
+              "browser": {"actions", "chromium"}, "rollout": {"actions", "prompts", "browser", "chromium"},
+              "trajectories": {"actions"}, "results": TOOLS, "analysis": TOOLS | {"results"}}
+
+
+def allowed(room):
+    """Rooms that a room may import beside runtime (the README's rule, one line per exception)."""
+    names = {f.stem for f in ROOMS}
+    if room in MAY_IMPORT:
+        return MAY_IMPORT[room]
+    if room in STAGES:
+        return names - STAGES - {n for n in names if n.startswith("env_")}
+    helpers = {n for n in names if n.startswith("webarena_")}
+    if room in helpers:
+        return helpers | {"llm", "prompts"}
+    if room.startswith("env_"):
+        return {"rollout"} | (helpers | {"llm", "prompts", "actions"} if room == "env_webarena" else set())
+    raise AssertionError(f"{room}.py has no rule: say in tests/test_house.py what it may import")
+
+
+@pytest.mark.parametrize("room", [f.stem for f in ROOMS])
+def test_who_may_import_whom(room):
+    names = {f.stem for f in ROOMS}
+    nodes = list(ast.walk(tree(ROOT / f"{room}.py")))
+    imported = {a.name.split(".")[0] for n in nodes if isinstance(n, ast.Import) for a in n.names} | \
+               {n.module.split(".")[0] for n in nodes if isinstance(n, ast.ImportFrom) and n.module}
+    assert imported & names <= allowed(room) | {"runtime"}
+    assert not imported & {"tests", "bench", "demo"}
+
+
+IMPORT_ALL = """
+import importlib, sys, threading
+sys.dont_write_bytecode = True
+sys.path[:0] = [ROOT, ROOT + "/tests"]
+for name in THIRD: importlib.import_module(name)
+class Argv(list):
+    def refuse(self, *_): raise AssertionError("sys.argv was read")
+    __getitem__ = __iter__ = __len__ = refuse
+sys.argv = Argv()
+threads = threading.active_count()
+def watch(event, args):
+    writes = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
+    if writes or event in ("socket.connect", "socket.bind", "subprocess.Popen", "os.system", "os.exec", "os.mkdir",
+                           "os.rename", "os.remove", "socket.getaddrinfo"):
+        raise AssertionError(f"{event} {args}")
+sys.addaudithook(watch)
+for name in NAMES: importlib.import_module(name)
+assert threading.active_count() == threads, "a thread was started"
+if "torch" in sys.modules: assert not sys.modules["torch"].cuda.is_initialized()
+print("imported", file=sys.stderr)
+"""
+
+
+def test_importing_any_file_does_nothing():
+    """No command line is read, no file written, no socket opened, no process or thread started, nothing printed."""
+    own = {f.stem for f in FILES}
+    files = [*SHIPPED, ROOT / "tests" / "mutants.py"]
+    third = {name for f in files for n in tree(f).body if isinstance(n, ast.Import | ast.ImportFrom)
+             for name in ([a.name for a in n.names] if isinstance(n, ast.Import) else [n.module])}
+    third = sorted(n for n in third if n.split(".")[0] not in own | {"__future__"})
+    names = [".".join(f.relative_to(ROOT).with_suffix("").parts).removeprefix("tests.") for f in files]
+    code = f"ROOT, THIRD, NAMES = {str(ROOT)!r}, {third!r}, {names!r}\n{IMPORT_ALL}"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert process.stderr.endswith("imported\n") and not process.stdout, process.stderr[-2000:] + process.stdout
+
+
+# ------------------------------------------------------------------------------------------------- errors, sleeps, data
+def called(node):
+    """The dotted name of a call, as written."""
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+
+
+@by_shipped_name
+def test_no_error_is_swallowed(file):
+    for node in ast.walk(tree(file)):
+        where = f"{file.name}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"{where}: bare except"
+            assert not all(isinstance(s, ast.Pass) or s is getattr(ast, "Ellipsis", None) for s in node.body), \
+                f"{where}: except ...: pass"
+            if {"Exception", "BaseException"} & set(re.findall(r"\w+", ast.unparse(node.type))):
+                body = ast.Module(node.body, [])
+                used = {n.id for n in ast.walk(body) if isinstance(n, ast.Name)}
+                assert node.name in used or any(isinstance(n, ast.Raise) for n in ast.walk(body)), \
+                    f"{where}: catches everything and forgets it"
+        if called(node).endswith("suppress"):
+            kinds = {ast.unparse(a) for a in node.args}
+            assert not kinds & {"Exception", "BaseException"}, f"{where}: suppresses everything"
+
+
+PAGES = [f for f in SHIPPED if f.stem in ("actions", "browser", "chromium", "rollout", "evaluate", "demonstrate")
+         or f.stem.startswith(("env_", "webarena_"))]
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda p: p.name)
+def test_nothing_sleeps_where_pages_are_touched(file):
+    for node in ast.walk(tree(file)):
+        assert called(node).split(".")[-1] not in ("sleep", "wait_for_timeout"), f"{file.name}:{node.lineno}"
+
+
+@by_shipped_name
+def test_data_is_never_run(file):
+    forbidden = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "pickle.load", "pickle.loads",
+                 "marshal.loads", "yaml.load"}
+    for node in ast.walk(tree(file)):
+        where = f"{file.name}:{getattr(node, 'lineno', 0)}: {called(node)}"
+        assert called(node) not in forbidden, where
+        keywords = {k.arg: ast.unparse(k.value) for k in getattr(node, "keywords", []) if isinstance(node, ast.Call)}
+        assert called(node) != "torch.load" or keywords.get("weights_only") == "True", where
+        assert keywords.get("shell") != "True", where
+
+
+def test_nothing_names_this_machine_or_a_package_registry():
+    texts = [f for pattern in ("*", ".ci/*", "demo/*", "bench/*", "tests/*") for f in ROOT.glob(pattern)
+             if f.is_file() and f.suffix in (".py", ".md", ".sh", ".toml", ".txt", ".html", ".json", "")]
+    machine = re.compile(r"(?<![\w.}])/(home|root|work|tmp|opt|Users|mnt|srv)/\w")
+    registry = re.compile("|".join(("py" "pi" r"\.org", "python" "hosted", "npm" "js", r"deb\.debian", "conda" r"\.anaconda")))
+    later = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
+    for file in texts:
+        for i, line in enumerate(file.read_text().splitlines(), 1):
+            for rule in (machine, registry, later):
+                assert not rule.search(line), f"{file.relative_to(ROOT)}:{i}: {line.strip()[:100]}"
+
+
+@pytest.mark.parametrize("file", [f for f in SHIPPED if any(isinstance(n, ast.ClassDef) and n.name.endswith("Config")
+                                                            for n in tree(f).body)], ids=lambda p: p.name)
+def test_every_setting_has_a_default_and_a_comment_that_becomes_its_help(file):
+    lines = file.read_text().splitlines()
+    for cls in tree(file).body:
+        if isinstance(cls, ast.ClassDef) and cls.name.endswith("Config"):
+            for field in (n for n in cls.body if isinstance(n, ast.AnnAssign)):
+                where = f"{file.name}:{field.lineno}: {field.target.id}"
+                assert ast.unparse(field.annotation) in ("str", "int", "float", "bool"), where
+                assert lines[field.end_lineno - 1].partition("#")[2].strip(), f"{where} has no comment"
+
+
+# --------------------------------------------------------------------------------------------------------------- mutants
+def test_every_mutant_still_applies():
+    """tests/mutants.py breaks the source on purpose; a change to a line it names must be made there too."""
+    assert len(mutants.MUTANTS) >= 20 and len({m.name for m in mutants.MUTANTS}) == len(mutants.MUTANTS)
+    for m in mutants.MUTANTS:
+        assert (ROOT / m.file).read_text().count(m.old) == 1, f"{m.name}: {m.file} does not have {m.old!r} exactly once"
+        assert m.old != m.new
