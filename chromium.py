@@ -30,7 +30,8 @@ from runtime import UserError
 
 CHROMIUM_ARGS = ["--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update",
                  "--disable-sync", "--no-first-run", "--disable-gpu", "--hide-scrollbars", "--mute-audio",
-                 "--deny-permission-prompts"]
+                 "--deny-permission-prompts",
+                 "--disable-partial-raster"]      # else a pixel's last bit depends on what was painted before
 LAUNCH, STOP = 30.0, 5.0                          # s
 FAULTS = (                                        # what an error says -> its kind; the first that fits
     (r"Target crashed|Page crashed", "crash"), (r"connection closed|EPIPE", "driver_gone"),
@@ -123,7 +124,7 @@ class Chromium:
 
     def launch(self, args: list[str]) -> None:
         """Start driver and browser, ending the ones before. Raises UserError where there is no browser."""
-        from playwright.sync_api import Error, sync_playwright
+        from playwright.sync_api import Error
         self.stop()
         if self.killed == "closed":
             raise ConnectionError("the pool is ending")
@@ -134,8 +135,7 @@ class Chromium:
                 *(["--no-sandbox"] if os.geteuid() == 0 else [])]
         with self.bound(LAUNCH + STOP):
             try:
-                self.playwright = sync_playwright().start()
-                self.driver = started_last(self.thread)
+                self._start_driver()
                 self.browser = self.playwright.chromium.launch(executable_path=chromium(), args=args,
                                                                timeout=LAUNCH * 1000)
             except Error as e:
@@ -145,6 +145,14 @@ class Chromium:
                 raise
         self.process = self._find()
         self.driver = self.driver or (self.process and self.process.parent())
+
+    def _start_driver(self) -> None:
+        from playwright.sync_api import sync_playwright
+        try:
+            self.playwright = sync_playwright().start()
+        except Exception as e:                    # it has no type of its own for a driver that ends at once
+            raise ConnectionError(f"Playwright's driver did not start, connection closed: {e}") from e
+        self.driver = started_last(self.thread)
 
     def stop(self) -> None:
         """End browser and driver, whatever state they are in, within 10 s."""

@@ -1,20 +1,22 @@
 """Stage 3: joint hierarchical multi-agent GRPO of a decomposer and an actor (sections 3.4, 4.3, appendix B).
 
-    python grpo_hier.py --preset demo                                    # CPU, tiny model, MiniWoB++: about 8 minutes
+    python grpo_hier.py --preset demo                            # CPU, tiny model, MiniWoB++: about 8 minutes
     python grpo_hier.py --actor SFT_A --decomposer SFT_D --sites sites.json                    # one 80 GB GPU
     torchrun --nproc_per_node=8 grpo_hier.py --actor SFT_A --decomposer SFT_D --sites sites.json       # eight
     table 2:  --train_decomposer false  |  --use_plan false --M 7  |  --use_plan false --M 21
 
 In:  two stage-2 checkpoints, an environment's training tasks.
-Out: RUN/checkpoints/N/{actor,decomposer} (LoRA adapters, PEFT format, with optimizers), RUN/log.jsonl (one object per
-     rollout batch; the README's glossary defines every key), RUN/episodes.jsonl + shots/ (fields: rollout.py).
+Out: RUN/checkpoints/N/{actor,decomposer} (LoRA adapters, PEFT format, with optimizers), RUN/log.jsonl (one
+     object per rollout batch; the README's glossary defines every key), RUN/episodes.jsonl + shots/
+     (fields: rollout.py).
 A run killed at any moment goes on from its last rollout batch and ends with the same bytes.
 
 What differs from the equations as printed, and what the paper leaves open (all settings, README: PAPER-GAPs):
-1 lengths: `--norm drgrpo` divides by constants (Eqs. 7', 10'), `--norm printed` by T and |a|, |d|; 2 std off, unbiased
-when on; 4 log π_old is pass 1's own log-prob; 5 a pass covers the whole batch and makes one step per role;
-6 world x tasks_per_rank tasks per batch; 7 failed infrastructure leaves baseline and loss, divisors stay as planned;
-16 AdamW, gradient clip per role. The KL of β > 0 is the k3 estimate against the adapter switched off.
+1 lengths: `--norm drgrpo` divides by constants (Eqs. 7', 10'), `--norm printed` by T and |a|, |d|; 2 std off,
+unbiased when on; 4 log π_old is pass 1's own log-prob; 5 a pass covers the whole batch and makes one step per
+role; 6 world x tasks_per_rank tasks per batch; 7 failed infrastructure leaves baseline and loss, divisors
+stay as planned; 16 AdamW, gradient clip per role. The KL of β > 0 is the k3 estimate against the adapter
+switched off.
 """
 
 import math
@@ -28,8 +30,8 @@ import torch
 from policy import Policy, Sample
 from prompts import load_prompts
 from rollout import EpisodeLog, Group, Pool, RolloutConfig, load_environment
-from runtime import (UserError, all_reduce_flat_, append_jsonl, atomic_directory, drop_old_checkpoints, gather_objects, launch,
-                     latest_checkpoint, open_run, process_group, rewrite_jsonl)
+from runtime import (UserError, all_reduce_flat_, append_jsonl, atomic_directory, drop_old_checkpoints,
+                     gather_objects, launch, latest_checkpoint, open_run, process_group, rewrite_jsonl)
 
 # B tasks of a rollout batch, K plans per task, M episodes per plan, N samples, T tokens of a padded response.
 # D and A are the roles, never dimensions. A sample is one response: a plan d_i, or one action a_ijk.
@@ -43,7 +45,7 @@ class Config(RolloutConfig):
     prompts: str = ""                    # JSON file that replaces texts of prompts.py
     K: int = 3                           # plans per task, sec. 4.3
     M: int = 7                           # episodes per plan, sec. 4.3
-    use_plan: bool = True                # false: no decomposer, plain multi-turn GRPO (table 2); K counts as 1
+    use_plan: bool = True                # false: no decomposer, plain multi-turn GRPO with K = 1 (table 2)
     train_decomposer: bool = True        # false: the decomposer stays as SFT left it (table 2)
     norm: str = "drgrpo"                 # drgrpo: Eqs. 7', 10'; printed: Eqs. 7, 10 (PAPER-GAP 1)
     std: bool = False                    # divide advantages by the group's std (PAPER-GAP 2)
@@ -61,16 +63,17 @@ class Config(RolloutConfig):
     max_norm: float = 1.0                # gradient clip, per role
     dtype: str = "bfloat16"              # of the frozen base; adapters are float32
     checkpointing: bool = True           # recompute activations in the backward pass
-    max_infra: float = 0.3               # stop when a larger share of a batch's episodes fails for reasons of infrastructure
+    max_infra: float = 0.3               # stop when more than this share of a batch fails on infrastructure
     keep: int = 2                        # checkpoints kept
-    seed: int = 0
+    seed: int = 0                        # of every random draw
 
 
-# ------------------------------------------------------------------------------------------------------------- equations
+# -------------------------------------------------------------------------------------------------- equations
 def advantage_A(R_BKM, valid_BKM, std=False, std_eps=1e-4):
     """Eq. 5: A^A_ij = R_ij - mean_m R_im   [printed: / (std_m R_im + δ)]
 
-    PAPER-GAP 7: mean and std over the valid episodes of plan i; 0 for invalid ones and where fewer than 2 are valid.
+    PAPER-GAP 7: mean and std over the valid episodes of plan i;
+    0 for invalid ones and where fewer than 2 are valid.
     """
     assert R_BKM.shape == valid_BKM.shape and R_BKM.dim() == 3
     return _centre(R_BKM, valid_BKM, std, std_eps)
@@ -89,25 +92,33 @@ def clipped(r_NT, adv_N, eps):
 
 
 def kl(logp_NT, logp_ref_NT):
-    """D_KL of Eqs. 7 and 10, per token. PAPER-GAP (KL estimate): k3, π_ref/π - log(π_ref/π) - 1, non-negative."""
+    """D_KL of Eqs. 7 and 10, per token.
+
+    PAPER-GAP (KL estimate): k3, π_ref/π - log(π_ref/π) - 1, non-negative.
+    """
     d_NT = logp_ref_NT - logp_NT
     return d_NT.exp() - d_NT - 1
 
 
 def loss_A(term_NT, mask_NT, B, K, M, C_A):
-    """Eq. 7': L_A = -1/(K·M·C_A) Σ_ij Σ_k Σ_u term, mean over B tasks; PAPER-GAP 1: C_A = max_steps · max_tokens_A."""
+    """Eq. 7': L_A = -1/(K·M·C_A) Σ_ij Σ_k Σ_u term, mean over B tasks;
+    PAPER-GAP 1: C_A = max_steps · max_tokens_A."""
     assert term_NT.shape == mask_NT.shape
     return -(term_NT * mask_NT).sum() / (B * K * M * C_A)
 
 
 def loss_A_printed(term_NT, mask_NT, T_N, B, K, M):
-    """Eq. 7: L_A = -1/(KM) Σ_ij 1/T_ij Σ_k 1/|a_ijk| Σ_u term, mean over B tasks; T_N is T_ij of each action's episode."""
+    """Eq. 7: L_A = -1/(KM) Σ_ij 1/T_ij Σ_k 1/|a_ijk| Σ_u term, mean over B tasks;
+    T_N is T_ij of each action's episode."""
     assert term_NT.shape == mask_NT.shape and T_N.shape == term_NT.shape[:1]
     return -((term_NT * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1) / T_N).sum() / (B * K * M)
 
 
 def plan_return(R_BKM, valid_BKM):
-    """Eq. 8: S_i = mean_j R_ij -> S_BK, and which of them exist. PAPER-GAP 7: over the valid episodes, needs at least one."""
+    """Eq. 8: S_i = mean_j R_ij -> S_BK, and which of them exist.
+
+    PAPER-GAP 7: over the valid episodes, needs at least one.
+    """
     n_BK = valid_BKM.sum(-1)
     return torch.where(valid_BKM, R_BKM, 0).sum(-1) / n_BK.clamp(min=1), n_BK > 0
 
@@ -131,33 +142,39 @@ def loss_D_printed(term_NT, mask_NT, B, K):
 
 
 def loss_joint(L_A, L_D):
-    """Eq. 11: L = L_A + L_D. The parameters are disjoint, so `update` takes the two gradients one after the other."""
+    """Eq. 11: L = L_A + L_D.
+
+    The parameters are disjoint, so `update` takes the two gradients one after the other.
+    """
     return L_A + L_D
 
 
 def _centre(x, valid, std, std_eps):
-    """x minus its mean over the valid entries of the last dimension; exactly 0 where they are all equal, fewer than 2,
-    or invalid. With `std` also divided by the unbiased standard deviation plus δ."""
+    """x minus its mean over the valid entries of the last dimension; exactly 0 where they are all equal,
+    fewer than 2, or invalid. With `std` also divided by the unbiased standard deviation plus δ."""
     n = valid.sum(-1, keepdim=True)
     mean = torch.where(valid, x, 0).sum(-1, keepdim=True) / n.clamp(min=1)
     d = torch.where(valid, x - mean, 0)
     if std:
         d = d / ((d.square().sum(-1, keepdim=True) / (n - 1).clamp(min=1)).sqrt() + std_eps)
-    spread = torch.where(valid, x, -torch.inf).amax(-1, keepdim=True) > torch.where(valid, x, torch.inf).amin(-1, keepdim=True)
+    spread = (torch.where(valid, x, -torch.inf).amax(-1, keepdim=True)
+              > torch.where(valid, x, torch.inf).amin(-1, keepdim=True))
     return torch.where(spread & valid, d, 0)
 
 
-# --------------------------------------------------------------------------------------------------- groups -> training set
+# ------------------------------------------------------------------------------------- groups -> training set
 @dataclass
 class Batch:
-    """What one role learns from a rollout batch: samples, the advantage of each, T_ij of its episode (1 for a plan)."""
+    """What one role learns from a rollout batch: samples, the advantage of each,
+    T_ij of its episode (1 for a plan)."""
     samples: list[Sample]
     adv: list[float]
     T: list[int]
 
 
 def credit(groups: list[Group], cfg: Config):
-    """Rewards and both advantages of a rollout batch's groups: R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK (float64)."""
+    """Rewards and both advantages of a rollout batch's groups:
+    R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK (float64)."""
     R = [math.nan if e.reward is None else e.reward for g in groups for row in g.episodes for e in row]
     R_BKM = torch.tensor(R, dtype=torch.float64).reshape(len(groups), cfg.K if cfg.use_plan else 1, cfg.M)
     valid_BKM = ~R_BKM.isnan()
@@ -180,7 +197,7 @@ def batches(groups: list[Group], adv_A_BKM, adv_D_BK) -> dict[str, Batch]:
     return {"actor": A, "decomposer": D}
 
 
-# ------------------------------------------------------------------------------------------------------------- the update
+# ------------------------------------------------------------------------------------------------- the update
 def pad(rows: list[torch.Tensor]):
     """Ragged per-token tensors -> (N, T) right-padded with 0, and the mask of real tokens."""
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(r.detach()) for r in rows], batch_first=True)
@@ -188,7 +205,7 @@ def pad(rows: list[torch.Tensor]):
 
 
 def role_loss(role: str, term_NT, mask_NT, T_N, B: int, cfg: Config):
-    """One micro-batch's share of L_A or L_D: the shares of all micro-batches and ranks add up to the whole."""
+    """A micro-batch's share of L_A or L_D: the shares of all micro-batches and ranks add up to the whole."""
     K = cfg.K if cfg.use_plan else 1
     if role == "actor":
         if cfg.norm == "printed":
@@ -200,7 +217,7 @@ def role_loss(role: str, term_NT, mask_NT, T_N, B: int, cfg: Config):
 
 
 def update(policy: Policy, optimizer, batch: Batch, B: int, cfg: Config, world) -> dict:
-    """`passes` optimizer steps of one role on one rollout batch of B tasks (all ranks together); returns statistics.
+    """`passes` optimizer steps of one role on one rollout batch of B tasks (all ranks); returns statistics.
 
     Samples of advantage 0 have gradient 0 (without a KL term) and are not run through the model at all.
     """
@@ -217,7 +234,7 @@ def update(policy: Policy, optimizer, batch: Batch, B: int, cfg: Config, world) 
         for part in micro:
             samples = [batch.samples[i] for i in part]
             rows = policy.logp(samples, T)
-            if step == 0:                                             # PAPER-GAP 4: the weights have not moved yet
+            if step == 0:                                 # PAPER-GAP 4: the weights have not moved yet
                 logp_old |= {i: row.detach() for i, row in zip(part, rows)}
                 if cfg.beta > 0:
                     with torch.no_grad():
@@ -234,7 +251,7 @@ def update(policy: Policy, optimizer, batch: Batch, B: int, cfg: Config, world) 
                 sums[3] += float((kl_NT * mask_NT).sum())
             loss = role_loss(policy.role, term_NT, mask_NT, T_N, B, cfg)
             loss.backward()
-            # the clip is active where it takes the gradient away: r above 1+ε with A > 0, r below 1-ε with A < 0
+            # the clip is active where it takes the gradient away: r > 1+ε with A > 0, r < 1-ε with A < 0
             active = torch.where(adv_N[:, None] > 0, r_NT > 1 + cfg.eps, r_NT < 1 - cfg.eps)
             sums[:3] += torch.stack([loss.detach(), mask_NT.sum(), (active * mask_NT).sum()]).double().cpu()
             furthest = max(furthest, 0.0, *((logp_NT - logp_old_NT).abs() * mask_NT).flatten().tolist())
@@ -242,7 +259,8 @@ def update(policy: Policy, optimizer, batch: Batch, B: int, cfg: Config, world) 
     sums = torch.tensor(gather_objects(sums.tolist(), world)).sum(0).tolist()
     tokens = max(sums[1], 1)
     return {"loss": sums[0], "clip": sums[2] / tokens, "kl": sums[3] / tokens, "grad": grad_norm,
-            "ratio_max": math.exp(max(gather_objects(furthest, world))), "trained": sum(gather_objects(len(order), world))}
+            "ratio_max": math.exp(max(gather_objects(furthest, world))),
+            "trained": sum(gather_objects(len(order), world))}
 
 
 def step_together_(policy: Policy, optimizer, max_norm: float) -> float:
@@ -254,9 +272,9 @@ def step_together_(policy: Policy, optimizer, max_norm: float) -> float:
     return float(norm)
 
 
-# ------------------------------------------------------------------------------------------------------------ bookkeeping
+# ------------------------------------------------------------------------------------------------ bookkeeping
 def schedule(tasks: list, cfg: Config, world_size: int) -> list[list]:
-    """The rollout batches of the whole run, each a list of tasks; every epoch is shuffled from (seed, epoch)."""
+    """The rollout batches of the run, each a list of tasks; every epoch is shuffled from (seed, epoch)."""
     size, out = world_size * cfg.tasks_per_rank, []
     for epoch in range(cfg.epochs):
         order = random.Random(f"{cfg.seed} {epoch}").sample(tasks, len(tasks))
@@ -265,7 +283,8 @@ def schedule(tasks: list, cfg: Config, world_size: int) -> list[list]:
 
 
 def save_checkpoint(directory: Path, done: int, policies: dict, optimizers: dict, keep: int) -> None:
-    """Everything a resumed run needs after `done` rollout batches, in directory/NNNNNN, complete or not there at all."""
+    """Everything a resumed run needs after `done` rollout batches, in directory/NNNNNN,
+    complete or not there at all."""
     with atomic_directory(directory / f"{done:06d}") as tmp:
         for role, policy in policies.items():
             policy.save(tmp / role)
@@ -299,8 +318,10 @@ def statistics(groups: list[Group], cfg: Config) -> dict:
             "steps": len(actions), "tokens_A": lengths(actions), "plans": len(plans), "tasks": len(groups),
             "tokens_D": lengths([p.sample for p in plans]), "malformed": sum(p.malformed for p in plans),
             "cut": sum(s.truncated for s in actions), "S_std": float(S_BK.std(-1, correction=0).sum()),
-            "zero_A": int((adv_A_BKM == 0).all(-1).sum()), "groups_A": adv_A_BKM.shape[0] * adv_A_BKM.shape[1],
-            "zero_D": int((adv_D_BK == 0).all(-1).sum()), "unparsable": sum(e.status == "unparsable" for e in episodes)}
+            "zero_A": int((adv_A_BKM == 0).all(-1).sum()),
+            "groups_A": adv_A_BKM.shape[0] * adv_A_BKM.shape[1],
+            "zero_D": int((adv_D_BK == 0).all(-1).sum()),
+            "unparsable": sum(e.status == "unparsable" for e in episodes)}
 
 
 def total(rows: list[dict]) -> dict:
@@ -310,18 +331,20 @@ def total(rows: list[dict]) -> dict:
 
 def log_line(s: dict, updates: dict) -> dict:
     """Sums over all ranks -> the logged object (README: metric glossary)."""
-    line = {"reward_mean": s["reward"] / max(1, s["valid"]), "S_std": s["S_std"] / s["tasks"], "episodes": s["episodes"],
-            "infra_rate": 1 - s["valid"] / s["episodes"], "unparsable_rate": s["unparsable"] / s["episodes"],
+    line = {"reward_mean": s["reward"] / max(1, s["valid"]), "S_std": s["S_std"] / s["tasks"],
+            "episodes": s["episodes"], "infra_rate": 1 - s["valid"] / s["episodes"],
+            "unparsable_rate": s["unparsable"] / s["episodes"],
             "zero_adv_A": s["zero_A"] / s["groups_A"], "zero_adv_D": s["zero_D"] / s["tasks"],
             "steps_mean": s["steps"] / s["episodes"], "len_A": s["tokens_A"] / max(1, s["steps"]),
-            "len_D": s["tokens_D"] / max(1, s["plans"]), "malformed_rate": s["malformed"] / max(1, s["plans"]),
+            "len_D": s["tokens_D"] / max(1, s["plans"]),
+            "malformed_rate": s["malformed"] / max(1, s["plans"]),
             "truncated_A": s["cut"] / max(1, s["steps"])}
     for role, u in updates.items():
         line |= {f"{k}_{'A' if role == 'actor' else 'D'}": v for k, v in u.items()}
     return line | {"loss": loss_joint(line.get("loss_A", 0.0), line.get("loss_D", 0.0))}
 
 
-# ------------------------------------------------------------------------------------------------------------------- main
+# ------------------------------------------------------------------------------------------------------- main
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.cpu_threads)
     with process_group() as world:
@@ -339,10 +362,10 @@ def train(cfg: Config, world, run: Path) -> None:
     for i, role in enumerate(roles):
         if not getattr(cfg, role):
             raise UserError(f"--{role} is missing: give the directory of the {role}'s stage-2 checkpoint")
-        policies[role] = Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=world.device, dtype=cfg.dtype,
-                                seed=cfg.seed + i, checkpointing=cfg.checkpointing)
-    optimizers = {r: torch.optim.AdamW(policies[r].parameters().values(), lr=cfg.lr, betas=(0.9, 0.999), eps=cfg.adam_eps,
-                                       weight_decay=0.0) for r in trained}
+        policies[role] = Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=world.device,
+                                dtype=cfg.dtype, seed=cfg.seed + i, checkpointing=cfg.checkpointing)
+    optimizers = {r: torch.optim.AdamW(policies[r].parameters().values(), lr=cfg.lr, betas=(0.9, 0.999),
+                                       eps=cfg.adam_eps, weight_decay=0.0) for r in trained}
     models = {role: policy.sample for role, policy in policies.items()}
 
     # 2 · where a killed run stopped: nothing is lost, nothing is there twice
@@ -352,7 +375,7 @@ def train(cfg: Config, world, run: Path) -> None:
             rewrite_jsonl(run / name, lambda line: line["batch"] < done)
     env = load_environment(cfg)
     plan_of_batches = schedule(env.tasks(cfg.split), cfg, world.size)
-    gather_objects(done, world)                                       # all ranks see the same files before anybody writes
+    gather_objects(done, world)                           # all ranks see the same files before anybody writes
     episode_log = EpisodeLog(run)
 
     with Pool(env, load_prompts(cfg.prompts), cfg) as pool:
@@ -371,11 +394,12 @@ def train(cfg: Config, world, run: Path) -> None:
             # 4 · credit: within a plan for the actor (Eq. 5), across plans for the decomposer (Eqs. 8, 9)
             R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK = credit(groups, cfg)
             s = total(gather_objects(statistics(groups, cfg), world))
-            episode_log.append(groups, batch, lambda g, k, m: {"S_i": float(S_BK[g, k]), "adv_A": float(adv_A_BKM[g, k, m]),
-                                                               "adv_D": float(adv_D_BK[g, k])})
+            episode_log.append(groups, batch, lambda g, k, m: {
+                "S_i": float(S_BK[g, k]), "adv_A": float(adv_A_BKM[g, k, m]), "adv_D": float(adv_D_BK[g, k])})
             if 1 - s["valid"] / s["episodes"] > cfg.max_infra:
-                raise UserError(f"batch {batch}: {s['episodes'] - s['valid']} of {s['episodes']} episodes failed for reasons of "
-                                f"infrastructure (--max_infra {cfg.max_infra}); see {run}/episodes.jsonl, then start again")
+                raise UserError(f"batch {batch}: {s['episodes'] - s['valid']} of {s['episodes']} episodes "
+                                f"failed for reasons of infrastructure (--max_infra {cfg.max_infra}); "
+                                f"see {run}/episodes.jsonl, then start again")
 
             # 5 · one update per role from the one batch (Eqs. 6, 7, 10, 11)
             start = time.monotonic()
@@ -384,12 +408,14 @@ def train(cfg: Config, world, run: Path) -> None:
 
             # 6 · log and checkpoint; a kill between the two is undone by step 2
             line = {"batch": batch, "of": len(plan_of_batches)} | log_line(s, updates) | {
-                "seconds_rollout": round(seconds_rollout, 2), "seconds_update": round(time.monotonic() - start, 2)}
-            gather_objects(None, world)                               # every rank's episodes are written
+                "seconds_rollout": round(seconds_rollout, 2),
+                "seconds_update": round(time.monotonic() - start, 2)}
+            gather_objects(None, world)                   # every rank's episodes are written
             if world.main:
                 append_jsonl(run / "log.jsonl", [line])
                 save_checkpoint(run / "checkpoints", batch + 1, policies, optimizers, cfg.keep)
-                print(" ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items()), flush=True)
+                print(" ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}"
+                               for k, v in line.items()), flush=True)
     env.close()
 
 

@@ -1,7 +1,7 @@
-"""What every stage needs around its mathematics: command line, process group, run directory, logs, atomic files.
+"""What a stage needs around its mathematics: command line, process group, run directory, logs, atomic files.
 
 A stage ends with `launch(main)`: the dataclass that annotates `main`'s argument becomes the command line.
-A preset is a TOML file of values by stage, `--preset demo` reads `demo/demo.toml`; explicit flags win over it.
+A preset is a TOML file of values by stage, `--preset demo` reads `demo/demo.toml`; flags win over it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ class UserError(Exception):
     """Something the user can mend: printed as one line that names the thing and the remedy; exit code 2."""
 
 
-# ---------------------------------------------------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------------------------- command line
 def launch(main, *commands) -> NoReturn:
     """Run a stage: `main`, or one of `commands` when the first word names it. Never returns."""
     by_name = {f.__name__: f for f in commands}
@@ -36,7 +36,8 @@ def launch(main, *commands) -> NoReturn:
     program = Path(sys.argv[0]).name + ("" if function is main else f" {function.__name__}")
     stage = Path(inspect.getfile(function)).stem
     try:
-        function(parse_args(config_class(function), argv, program, stage, sorted(by_name) if function is main else ()))
+        function(parse_args(config_class(function), argv, program, stage,
+                            sorted(by_name) if function is main else ()))
     except UserError as e:
         print(f"{program}: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
@@ -52,21 +53,24 @@ def config_class(function):
 
 
 def parse_args(Config, argv=None, program=None, stage=None, commands=()):
-    """Command line -> Config. Types come from the defaults, help from the trailing comments; unknown flags are errors.
+    """Command line -> Config. Types come from the defaults, help from the trailing comments.
 
-    Precedence: field default < presets in the order given < flags. A string value may name other fields
-    (`runs/sft_{role}`). Raises UserError for a preset that does not exist or names an unknown field.
+    Unknown flags are errors. Precedence: field default < presets in the order given < flags. A string value
+    may name other fields (`runs/sft_{role}`). Raises UserError for a preset that does not exist or names an
+    unknown field.
     """
-    parser = argparse.ArgumentParser(program, description=(sys.modules[Config.__module__].__doc__ or "").strip(),
-                                     formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog=f"subcommands: {', '.join(commands)}" if commands else None)
+    parser = argparse.ArgumentParser(
+        program, description=(sys.modules[Config.__module__].__doc__ or "").strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"subcommands: {', '.join(commands)}" if commands else None)
     parser.add_argument("--preset", action="append", default=[], metavar="NAME|FILE",
                         help="values from demo/NAME.toml or a TOML file; may be repeated, later ones win")
     comments = field_comments(Config)
     for f in dataclasses.fields(Config):
         required = f.default is dataclasses.MISSING
         shown = "required" if required else f"default {f.default!r}"
-        parser.add_argument(f"--{f.name}", type=_boolean if f.type is bool else f.type, metavar=f.type.__name__.upper(),
+        parser.add_argument(f"--{f.name}", type=_boolean if f.type is bool else f.type,
+                            metavar=f.type.__name__.upper(),
                             help=f"{comments.get(f.name, '')} ({shown})".strip().replace("%", "%%"))
     args = vars(parser.parse_args(argv))
     values = {}
@@ -76,7 +80,8 @@ def parse_args(Config, argv=None, program=None, stage=None, commands=()):
     known = {f.name for f in dataclasses.fields(Config)}
     if unknown := sorted(set(values) - known):
         raise UserError(f"the preset sets {', '.join(unknown)}, which {Config.__name__} does not have")
-    missing = [f.name for f in dataclasses.fields(Config) if f.default is dataclasses.MISSING and f.name not in values]
+    missing = [f.name for f in dataclasses.fields(Config)
+               if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
         parser.error("required: " + ", ".join(f"--{name}" for name in missing))
     cfg = Config(**values)
@@ -107,7 +112,7 @@ def _boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-# --------------------------------------------------------------------------------------------------------- process group
+# ---------------------------------------------------------------------------------------------- process group
 @dataclass(frozen=True)
 class World:
     """This process among all of them; `device` is a torch device string."""
@@ -141,7 +146,8 @@ def process_group():
 
 
 def all_reduce_flat_(tensors: list) -> None:
-    """Sum a list of same-dtype tensors over all ranks in place, in one collective (lessons.md E19: exact with uneven work)."""
+    """Sum a list of same-dtype tensors over all ranks in place, in one collective
+    (lessons.md E19: exact with uneven work)."""
     import torch
     import torch.distributed as dist
     if not dist.is_initialized() or dist.get_world_size() == 1 or not tensors:
@@ -162,11 +168,12 @@ def gather_objects(obj, world: World) -> list:
     return out
 
 
-# --------------------------------------------------------------------------------------------------------- run directory
+# ---------------------------------------------------------------------------------------------- run directory
 def open_run(directory: str, cfg, world: World = World(), free: tuple = ()) -> Path:
-    """Create or re-enter a run directory. Its config.json must agree with `cfg` except in the fields named in `free`.
+    """Create or re-enter a run directory. Its config.json must agree with `cfg` except in the `free` fields.
 
-    Raises UserError naming the fields that differ: a run is one experiment, and resuming it with other settings is not.
+    Raises UserError naming the fields that differ: a run is one experiment, and resuming it with other
+    settings is not.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -176,8 +183,8 @@ def open_run(directory: str, cfg, world: World = World(), free: tuple = ()) -> P
         theirs = {k: v for k, v in json.loads(file.read_text()).items() if k not in free}
         differ = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
         if differ:
-            raise UserError(f"{path} is a run with other settings ({', '.join(differ)}); choose another directory, or "
-                            f"remove it to start again")
+            raise UserError(f"{path} is a run with other settings ({', '.join(differ)}); choose another "
+                            f"directory, or remove it to start again")
     elif world.main:
         write_atomic(file, json.dumps(dataclasses.asdict(cfg), indent=1) + "\n")
     return path
@@ -185,18 +192,19 @@ def open_run(directory: str, cfg, world: World = World(), free: tuple = ()) -> P
 
 @contextlib.contextmanager
 def only_process(path: Path):
-    """Hold a lock beside `path`, so that two processes never write one file. Raises UserError when it is taken."""
+    """Hold a lock beside `path`, so that two processes never write one file; UserError when it is taken."""
     with open(f"{path}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{path} is being written by another process; wait for it or give another output") from None
+            raise UserError(f"{path} is being written by another process; "
+                            f"wait for it or give another output") from None
         yield
 
 
-# ------------------------------------------------------------------------------------------------------------------ files
+# ------------------------------------------------------------------------------------------------------ files
 def write_atomic(path, data: str | bytes) -> None:
-    """Write to a temporary name, flush to disk, rename: a reader sees the old file or the new one, never half of one."""
+    """Write a temporary file, sync, rename: readers see the old file or the new one, never half of one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -208,7 +216,7 @@ def write_atomic(path, data: str | bytes) -> None:
 
 
 def append_jsonl(path, objects: list[dict]) -> None:
-    """Append whole lines in one write, so that a kill or a second rank cannot leave a half line in the middle."""
+    """Append whole lines in one write, so that no kill or second rank leaves a half line in the middle."""
     data = "".join(json.dumps(o, ensure_ascii=False) + "\n" for o in objects).encode()
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -218,8 +226,8 @@ def append_jsonl(path, objects: list[dict]) -> None:
 
 
 def read_jsonl(path) -> list[dict]:
-    """All complete lines of a JSONL file ([] where there is none). A last line cut by a kill is left out; any other
-    broken line raises UserError with its number."""
+    """All complete lines of a JSONL file ([] where there is none). A last line cut by a kill is left out; any
+    other broken line raises UserError with its number."""
     path = Path(path)
     if not path.exists():
         return []
@@ -234,7 +242,7 @@ def read_jsonl(path) -> list[dict]:
 
 
 def rewrite_jsonl(path, keep) -> list[dict]:
-    """Keep the lines for which `keep(object)` holds, drop the rest and a half-written tail; returns what was kept."""
+    """Keep lines where `keep(object)` holds, drop the rest and a half-written tail; returns what was kept."""
     if not Path(path).exists():
         return []
     kept = [o for o in read_jsonl(path) if keep(o)]
@@ -244,7 +252,7 @@ def rewrite_jsonl(path, keep) -> list[dict]:
 
 @contextlib.contextmanager
 def atomic_directory(path: Path, world: World = World()):
-    """Yield a temporary directory, the same on every rank of `world`, that becomes `path` when the block ends well."""
+    """Yield a temporary directory, the same on all ranks, that becomes `path` when the block ends well."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
     if world.main:

@@ -1,18 +1,19 @@
 """Stage 2: supervised fine-tuning of one role (sections 3.3, 4.3; Eqs. 3 and 4).
 
-    python sft.py --preset demo --role decomposer          # CPU, tiny model: about a minute; the actor takes about five
-    torchrun --nproc_per_node=8 sft.py --role decomposer --model QWEN --meta META.json --decompositions D.jsonl
-    torchrun --nproc_per_node=8 sft.py --role actor --model QWEN --meta META.json --decompositions D.jsonl
+    python sft.py --preset demo --role decomposer      # CPU, tiny model: about a minute; the actor about five
+    torchrun --nproc_per_node=8 sft.py --role decomposer --model QWEN --meta M.json --decompositions D.jsonl
+    torchrun --nproc_per_node=8 sft.py --role actor --model QWEN --meta M.json --decompositions D.jsonl
     --use_plan false trains the actor without subtasks, which two rows of table 2 start from
 
 In:  GUI records in ScaleCUA's form (formats: trajectories.py) and the decompositions.jsonl of stage 1.
-Out: RUN/hf, an ordinary Hugging Face directory; RUN/log.jsonl (one object per optimizer step); RUN/checkpoints/N.
-The decomposer learns (x, o_0) -> d, one example per trajectory; the actor (x, o_t, h_t, d) -> a_t, one per record.
+Out: RUN/hf, a plain Hugging Face directory; RUN/log.jsonl (one object per optimizer step); RUN/checkpoints/N.
+Decomposer: (x, o_0) -> d, one example per trajectory. Actor: (x, o_t, h_t, d) -> a_t, one per record.
 
-On several ranks the model is sharded by FSDP2 (the paper's ZeRO-3): float32 masters, bfloat16 compute, float32 reduction.
-The loss is the mean over all target tokens of an optimizer step, whatever the ranks and micro-batches.
-PAPER-GAP 9: everything trains; `--freeze_vision` freezes the vision blocks. PAPER-GAP 10: the decomposer writes the
-numbered list that the actor reads. PAPER-GAP 11: the history holds operation texts, else action calls.
+On several ranks the model is sharded by FSDP2 (the paper's ZeRO-3): float32 masters, bfloat16 compute,
+float32 reduction. The loss is the mean over all target tokens of an optimizer step, whatever the ranks and
+micro-batches. PAPER-GAP 9: everything trains; `--freeze_vision` freezes the vision blocks. PAPER-GAP 10: the
+decomposer writes the numbered list that the actor reads. PAPER-GAP 11: the history holds operation texts,
+else action calls.
 """
 
 import math
@@ -24,7 +25,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_state_dict,
+                                                     set_state_dict)
 from tqdm import tqdm
 
 import trajectories
@@ -33,7 +35,7 @@ from prompts import Subtask, format_plan, load_prompts
 from runtime import (UserError, append_jsonl, atomic_directory, drop_old_checkpoints, gather_objects, launch,
                      latest_checkpoint, open_run, process_group, rewrite_jsonl)
 
-# N examples of a micro-batch, S positions of a padded row, T target tokens, n all target tokens of a micro-batch
+# N examples of a micro-batch, S positions of a padded row, T target tokens, n of all examples
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,12 @@ class Config:
     checkpointing: bool = True           # recompute activations in the backward pass, sec. 4.3
     save_every: int = 500                # optimizer steps between checkpoints
     keep: int = 2                        # checkpoints kept
-    seed: int = 0
+    seed: int = 0                        # of every random draw
 
 
-# ------------------------------------------------------------------------------------------------------------- equations
+# -------------------------------------------------------------------------------------------------- equations
 def loss_sft(logp_n, n_tokens: int):
-    """Eqs. 3, 4: L^SFT = -Σ log π(target | context), here per token: divided by the optimizer step's n_tokens.
+    """Eqs. 3, 4: L^SFT = -Σ log π(target | context), here per token: divided by the step's n_tokens.
 
     The decomposer's targets are plans d given (x, o_0); the actor's are actions a_t given (x, o_t, h_t, d).
     """
@@ -72,7 +74,7 @@ def loss_sft(logp_n, n_tokens: int):
     return -logp_n.sum() / n_tokens
 
 
-# -------------------------------------------------------------------------------------------------------------- examples
+# --------------------------------------------------------------------------------------------------- examples
 @dataclass(frozen=True)
 class Example:
     """One prompt with its target: a plan's text, or the step whose action is to be learnt."""
@@ -97,10 +99,11 @@ def examples(cfg: Config) -> list[Example]:
         out = [Example(*prompts.actor(r.instruction, r.history, plan_at.get(r.where, "")), r.image, step=r)
                for r in records if r.calls]
     else:
-        out = [Example(*prompts.decomposer(t.instruction), t.steps[0].image, plan=plans[t.id]) for t in planned]
+        out = [Example(*prompts.decomposer(t.instruction), t.steps[0].image, plan=plans[t.id])
+               for t in planned]
     if not out:
-        raise UserError(f"no examples for the {cfg.role}: {cfg.meta} and {cfg.decompositions} have no trajectory in common; "
-                        f"run annotate.py on this data first")
+        raise UserError(f"no examples for the {cfg.role}: {cfg.meta} and {cfg.decompositions} have no "
+                        f"trajectory in common; run annotate.py on this data first")
     return out
 
 
@@ -116,11 +119,13 @@ def encode(example: Example, inputs: Inputs) -> Encoded:
     png = example.image.read_bytes()
     prompt_ids, size = inputs.encode(example.system, example.user, png)
     target = action_text(example.step, size) if example.step else example.plan
-    return Encoded(prompt_ids, inputs.tokenizer(target, add_special_tokens=False)["input_ids"] + [inputs.end_id], png)
+    return Encoded(prompt_ids,
+                   inputs.tokenizer(target, add_special_tokens=False)["input_ids"] + [inputs.end_id], png)
 
 
 def action_text(step: trajectories.Record, size: tuple[int, int]) -> str:
-    """What the actor is to write: thought and operation where the record has them, then the calls in pixels of `size`."""
+    """What the actor is to write: thought and operation where the record has them,
+    then the calls in pixels of `size`."""
     parts = {"think": step.think, "operation": step.operation, "action": step.action(*size)}
     return "\n".join(f"<{tag}>\n{text}\n</{tag}>" for tag, text in parts.items() if text)
 
@@ -130,9 +135,12 @@ def order_of(n: int, epoch: int, seed: int) -> list[int]:
     return random.Random(f"{seed} {epoch}").sample(range(n), n)
 
 
-# ------------------------------------------------------------------------------------------------------------- the model
+# -------------------------------------------------------------------------------------------------- the model
 class TargetLogp(nn.Module):
-    """The model as training needs it: inputs -> log π of the target tokens. A module, so that FSDP2 gathers around it."""
+    """The model as training needs it: inputs -> log π of the target tokens.
+
+    A module, so that FSDP2 gathers around it.
+    """
 
     def __init__(self, model):
         super().__init__()
@@ -148,7 +156,7 @@ class TargetLogp(nn.Module):
 
 
 def build(cfg: Config, world):
-    """Model, ready to train on this rank: trainable float32 parameters, sharded where there are several ranks."""
+    """Model, ready to train on this rank: trainable float32 parameters, sharded where there are several."""
     model = load_model(cfg.model, world.device, "float32")
     if cfg.freeze_vision:
         model.model.visual.blocks.requires_grad_(False)
@@ -173,9 +181,19 @@ def learning_rate(step: int, steps: int, cfg: Config) -> float:
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-# ------------------------------------------------------------------------------------------------------------ bookkeeping
+def step_(module, optimizer, lr: float, max_norm: float) -> float:
+    """Clip, step with learning rate `lr`, clear the gradients; returns the norm before the clip."""
+    norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+# ------------------------------------------------------------------------------------------------ bookkeeping
 def save(directory: Path, step: int, module, optimizer, world, keep: int) -> None:
-    """Sharded checkpoint of model and optimizer after `step` optimizer steps: complete or not there at all."""
+    """Sharded checkpoint of model and optimizer after `step` steps: complete or not there at all."""
     model_state, optimizer_state = get_state_dict(module, optimizer)
     with atomic_directory(directory / f"{step:06d}", world) as tmp:
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp)
@@ -207,7 +225,7 @@ def export(module, inputs: Inputs, directory: Path, dtype, world) -> None:
             inputs.images.save_pretrained(tmp)
 
 
-# ------------------------------------------------------------------------------------------------------------------- main
+# ------------------------------------------------------------------------------------------------------- main
 def main(cfg: Config) -> None:
     if cfg.role not in ("decomposer", "actor"):
         raise UserError(f"--role {cfg.role}: choose decomposer or actor")
@@ -224,13 +242,15 @@ def train(cfg: Config, world, run: Path) -> None:
     inputs = Inputs(cfg.model)
     module = build(cfg, world)
     banned = torch.tensor([], dtype=torch.long, device=world.device)
-    autocast = torch.autocast(torch.device(world.device).type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
+    autocast = torch.autocast(torch.device(world.device).type, torch.bfloat16,
+                              enabled=cfg.dtype == "bfloat16")
 
-    # 1 · the schedule: every optimizer step takes the next world x accumulation x batch_size examples of the epoch's order
+    # 1 · schedule: every step takes the next world x accumulation x batch_size examples of the epoch's order
     size = world.size * cfg.accumulation * cfg.batch_size
     per_epoch = math.ceil(len(data) / size)
     steps = cfg.max_steps or cfg.epochs * per_epoch
-    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=cfg.lr, weight_decay=cfg.weight_decay)
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=cfg.lr,
+                                  weight_decay=cfg.weight_decay)
     done = restore(run / "checkpoints", module, optimizer)
     if world.main:
         rewrite_jsonl(run / "log.jsonl", lambda line: line["step"] <= done)
@@ -245,36 +265,33 @@ def train(cfg: Config, world, run: Path) -> None:
         mine = [e for e in mine if len(e.prompt_ids) + len(e.target_ids) <= cfg.max_length]
         counts = gather_objects((sum(len(e.target_ids) for e in mine), len(mine), long), world)
         n_tokens = max(1, sum(c[0] for c in counts))
-        # every rank runs the same number of micro-batches; a rank that has fewer repeats its last with weight 0
+        # all ranks run the same number of micro-batches; one that has fewer repeats its last with weight 0
         micro = [mine[i:i + cfg.batch_size] for i in range(0, len(mine), cfg.batch_size)]
         rounds = max(math.ceil(c[1] / cfg.batch_size) for c in counts)
         spare = (micro or [[encode(data[0], inputs)]])[-1]
 
-        # 2 · forward and backward of each micro-batch (Eqs. 3, 4); FSDP2 averages over ranks, hence the factor
+        # 2 · forward and backward per micro-batch (Eqs. 3, 4); FSDP2 averages over ranks, hence the factor
         lr = learning_rate(step, steps, cfg)
         total = 0.0
         for i in range(rounds):
             part, weight = (micro[i], 1.0) if i < len(micro) else (spare, 0.0)
-            batch = inputs.batch([e.prompt_ids for e in part], [e.png for e in part], [e.target_ids for e in part],
-                                 device=world.device)
+            batch = inputs.batch([e.prompt_ids for e in part], [e.png for e in part],
+                                 [e.target_ids for e in part], device=world.device)
             with autocast:
-                logp_n = module(batch, [len(e.prompt_ids) for e in part], [len(e.target_ids) for e in part], banned)
+                logp_n = module(batch, [len(e.prompt_ids) for e in part],
+                                [len(e.target_ids) for e in part], banned)
             loss = loss_sft(logp_n, n_tokens) * weight
             (loss * world.size).backward()
             total += float(loss.detach())
-        norm = nn.utils.clip_grad_norm_(module.parameters(), cfg.max_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad()
+        norm = step_(module, optimizer, lr, cfg.max_norm)
 
         # 3 · log and checkpoint
         total = sum(gather_objects(total, world))
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if world.main:
             append_jsonl(run / "log.jsonl", [{
                 "step": step + 1, "of": steps, "loss": total, "lr": lr, "grad_norm": norm, "tokens": n_tokens,
-                "too_long": sum(c[2] for c in counts), "samples_per_s": len(chosen) / (time.monotonic() - start)}])
+                "too_long": sum(c[2] for c in counts),
+                "samples_per_s": len(chosen) / (time.monotonic() - start)}])
             bar.set_postfix(loss=f"{total:.3f}")
             bar.update()
         if (step + 1) % cfg.save_every == 0 or step + 1 == steps:

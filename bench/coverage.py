@@ -31,7 +31,7 @@ class Config:
     difficulty: float = 2.5  # standard deviation of a task's log-odds: 2.5 makes the success rates bimodal
     change: float = 0.25  # mean difference of log-odds, B - A: about the 2-4 points of table 2
     uneven: float = 1.0  # standard deviation of that difference over tasks
-    seed: int = 0
+    seed: int = 0  # of every random draw
 
 
 def truth(cfg: Config, centre: float) -> float:

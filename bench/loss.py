@@ -1,17 +1,19 @@
-"""Token log-probs and the clipped loss over Qwen2.5-VL's vocabulary: memory and time beside two other ways to get them.
+"""Token log-probs and the clipped loss over Qwen2.5-VL's vocabulary, beside two other ways to get them.
 
-    python bench/loss.py                       # about a minute on 2 cores; the first time also makes .venv-trl
-    python bench/loss.py --H 3584              # the 7B's width: the matrix products rule, several minutes
+    python bench/loss.py              # about a minute on 2 cores; the first time also makes .venv-trl
+    python bench/loss.py --H 3584     # the 7B's width: the matrix products rule, several minutes
 
-Three contenders get the same hidden states, head, targets and advantages in the same process and go forward and back:
-`ours` (policy.token_logp, grpo_hier's Eqs. 6 and 7'), `naive` (all logits at once, log_softmax, the same loss) and `trl`
-(ChunkedLogProbFunction and GRPOTrainer._compute_loss with loss_type dr_grpo). TRL lives in an environment of its own,
-.venv-trl, that sees this project's packages; where it cannot be made, its part is left out and the reason printed.
+Three contenders get the same hidden states, head, targets and advantages in one process, forward and back:
+`ours` (policy.token_logp, Eqs. 6 and 7'), `naive` (all logits at once, log_softmax, the same loss) and `trl`
+(ChunkedLogProbFunction and GRPOTrainer._compute_loss with loss_type dr_grpo). TRL lives in an environment of
+its own, .venv-trl, that sees this project's packages; where it cannot be made, its part is left out and the
+reason printed.
 
-Peak memory is the largest growth of the process's resident memory during one run: the kernel's high-water mark, reset
-before each run (on a GPU: the allocator's). Time is the least of `repeats` runs, the contenders taking turns; the CPU
-seconds beside it tell whether the machine was busy with something else. Differences are to the same formula in float64
-for the first 256 tokens: log-probs, and gradients of h divided by the largest (naive is the least exact of the three).
+Peak memory is the largest growth of the process's resident memory during one run: the kernel's high-water
+mark, reset before each run (on a GPU: the allocator's). Time is the least of `repeats` runs, the contenders
+taking turns; the CPU seconds beside it tell whether the machine was busy with something else. Differences are
+to the same formula in float64 for the first 256 tokens: log-probs, and gradients of h divided by the largest
+one (naive is the least exact of the three).
 
 The last line is JSON: peak_vs_naive, time_vs_naive, peak_vs_trl (null without TRL), max_abs_diff (ours).
 """
@@ -52,7 +54,7 @@ class Config:
 
 
 def problem(cfg: Config, device: str) -> dict:
-    """The same tensors for everybody: logits with a spread of about 3, old log-probs within and beyond the clip."""
+    """The same tensors for all: logits with a spread of about 3, old log-probs within and beyond the clip."""
     generator = torch.Generator().manual_seed(0)
     T = 64
     N = cfg.n // T
@@ -96,19 +98,20 @@ def trl(h, p, cfg: Config):
 
 
 def trl_trainer(logp_NT, loss_type: str, eps: float, beta: float = 0.0):
-    """What GRPOTrainer._compute_loss reads from `self`, with log-probs that are already there: no model, no trainer."""
+    """What GRPOTrainer._compute_loss reads from `self`, with log-probs that are there already: no model."""
     same = lambda x, **_: x
     return SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (logp_NT, torch.zeros_like(logp_NT), None),
-        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level="token",
-        beta=beta, loss_type=loss_type, epsilon_low=eps, epsilon_high=eps, use_vllm=False,
-        vllm_importance_sampling_correction=False, model=SimpleNamespace(training=True), _entropy_bonus_enabled=False,
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=False), max_completion_length=logp_NT.shape[1],
-        current_gradient_accumulation_steps=1, _metrics={"train": defaultdict(list)},
+        beta=beta, loss_type=loss_type, epsilon_low=eps, epsilon_high=eps, importance_sampling_level="token",
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False, aux_loss_enabled=False,
+        vllm_importance_sampling_correction=False, _entropy_bonus_enabled=False,
+        model=SimpleNamespace(training=True), args=SimpleNamespace(delta=None, use_bias_correction_kl=False),
+        max_completion_length=logp_NT.shape[1], current_gradient_accumulation_steps=1,
+        _metrics={"train": defaultdict(list)},
         accelerator=SimpleNamespace(num_processes=1, gather=same, reduce=same, sync_gradients=True))
 
 
-# -------------------------------------------------------------------------------------------------------- measuring
+# -------------------------------------------------------------------------------------------------- measuring
 def peak_start(device: str) -> int:
     """Forget the peak so far; returns the memory in use, in bytes."""
     gc.collect()
@@ -116,7 +119,7 @@ def peak_start(device: str) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")                     # the high-water mark becomes what is resident now
+    Path("/proc/self/clear_refs").write_text("5")           # the high-water mark becomes what is resident now
     return status("VmRSS")
 
 
@@ -128,12 +131,13 @@ def peak_end(device: str) -> int:
 
 
 def status(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
-    return int(line.split()[1]) * 1024
+    """A number of the kernel's report on this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
 
 def run(contender, p: dict, cfg: Config):
-    """One run forward and back: wall seconds, CPU seconds, peak bytes above what was in use before, log-probs, gradient."""
+    """One run, forward and back: (wall s, CPU s, peak bytes above what was in use), (log-probs, gradient)."""
     device = p["h"].device.type
     h = p["h"].clone().requires_grad_()
     before, wall, cpu = peak_start(device), time.perf_counter(), time.process_time()
@@ -169,13 +173,13 @@ def main(cfg: Config) -> None:
             cost, (logp_, grad_) = run(contender, p, cfg)
             diff[name] = max(float((logp_[:len(logp)] - logp).abs().max()),
                              float((grad_[:len(grad)] - grad).abs().max() / grad.abs().max()))
-            if turn:                                                  # the first one warms caches and library buffers up
+            if turn:                                       # the first one warms caches and library buffers up
                 costs[name].append(cost)
     seconds, cpu, peak = ({name: pick(c[i] for c in costs[name]) for name in contenders}
                           for i, pick in enumerate((min, min, max)))
     for name in contenders:
-        print(f"{name:6} peak {peak[name] / 2**20:6.0f} MiB   {seconds[name]:6.2f} s   {cpu[name]:6.2f} CPU s   "
-              f"differs from float64 by {diff[name]:.1e}")
+        print(f"{name:6} peak {peak[name] / 2**20:6.0f} MiB   {seconds[name]:6.2f} s   {cpu[name]:6.2f} CPU s"
+              f"   differs from float64 by {diff[name]:.1e}")
     print(json.dumps({"peak_vs_naive": round(peak["ours"] / peak["naive"], 4),
                       "time_vs_naive": round(seconds["ours"] / seconds["naive"], 4),
                       "peak_vs_trl": round(peak["ours"] / peak["trl"], 4) if cfg.trl else None,
@@ -195,9 +199,10 @@ def find_trl() -> str:
         print(f"making {VENV.name} with {TRL}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
         packages = next((VENV / "lib").glob("python*")) / "site-packages"
-        (packages / "project.pth").write_text("\n".join(dict.fromkeys(x for x in sys.path if x.endswith("-packages"))))
-        pip = subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", TRL,
-                              f"torch=={torch.__version__.partition('+')[0]}"], capture_output=True, text=True)
+        (packages / "project.pth").write_text("\n".join(x for x in sys.path if x.endswith("-packages")))
+        same_torch = f"torch=={torch.__version__.partition('+')[0]}"
+        pip = subprocess.run([python, "-m", "pip", "install", "--quiet", same_torch, TRL],
+                             capture_output=True, text=True)
         if pip.returncode:
             return f"pip could not install {TRL}: {pip.stderr.strip().splitlines()[-1]}"
         (VENV / "ready").touch()

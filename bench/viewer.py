@@ -44,7 +44,7 @@ class Config:
     pictures: int = 200  # different screenshots per run, 1280 x 720
     inline: bool = False  # the screenshots inside the page
     out: str = ""  # keep the fabricated runs and the page in this directory
-    seed: int = 0
+    seed: int = 0  # of every random draw
 
 
 def fabricate(directory: Path, n: int, pictures: int, rng: random.Random, size=(1280, 720)) -> None:

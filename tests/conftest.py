@@ -13,15 +13,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
-    """A checkpoint of demo/tiny_model.py with its matrices enlarged, so that its outputs depend visibly on its inputs."""
+    """A checkpoint of demo/tiny_model.py, its matrices enlarged so that outputs depend visibly on inputs."""
     import torch
 
     from demo import tiny_model
     from policy import load_model
     torch.set_num_threads(1)                      # tensors are small and the cores are shared
     out = tmp_path_factory.mktemp("checkpoint")
-    tiny_model.build(tiny_model.Config(str(out / "small"), str(ROOT / "demo" / "prompts.json"), hidden=64, layers=2,
-                                       vision_hidden=32, vocabulary=704))
+    tiny_model.build(tiny_model.Config(str(out / "small"), str(ROOT / "demo" / "prompts.json"), hidden=64,
+                                       layers=2, vision_hidden=32, vocabulary=704))
     model = load_model(out / "small")
     with torch.no_grad():
         for p in model.parameters():
@@ -34,7 +34,7 @@ def tiny_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_policy(tiny_model):
-    """make_policy(role, ...) -> Policy on the tiny model, its adapter moved away from zero (`moved`, a seed; 0: left as is)."""
+    """make_policy(role, ...) -> Policy on the tiny model, its adapter moved from zero (with seed `moved`)."""
     import torch
 
     from policy import Policy
@@ -58,13 +58,13 @@ def policy(make_policy):
 def png(seed: int, size=(56, 56)) -> bytes:
     """A screenshot of noise: four image tokens."""
     import torch
-    pixels = torch.randint(256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
-    out = io.BytesIO()
+    dice, out = torch.Generator().manual_seed(seed), io.BytesIO()
+    pixels = torch.randint(256, (size[1], size[0], 3), generator=dice, dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save(out, "PNG")
     return out.getvalue()
 
 
 def request(seed: int, user="Where is the cart?", temperature=0.8, max_new_tokens=12, image=None):
     """What Policy.sample needs to know of one prompt."""
-    return SimpleNamespace(system="Do the next step.", user=user, png=image or png(seed), seed=seed, temperature=temperature,
-                           max_new_tokens=max_new_tokens)
+    return SimpleNamespace(system="Do the next step.", user=user, png=image or png(seed), seed=seed,
+                           temperature=temperature, max_new_tokens=max_new_tokens)

@@ -1,7 +1,7 @@
 """Three small worlds for test_equations.py in which the paper's mathematics can be had exactly.
 
-`Rollouts`: a ragged rollout batch with ratios on all sides of the clip, and the losses on it as loops over floats.
-`Toy`: a tabular decomposer and actor whose rollout batches can all be enumerated, with their probabilities (appendix B).
+`Rollouts`: a ragged rollout batch with ratios on all sides of the clip, and the losses on it as plain loops.
+`Toy`: a tabular decomposer and actor whose rollout batches can all be enumerated, with their probabilities.
 `TrlCase`: ragged log-probs from formulas instead of random numbers, for our losses and for TRL's.
 """
 
@@ -11,11 +11,12 @@ import math
 import torch
 
 import grpo_hier
-from grpo_hier import advantage_A, advantage_D, clipped, kl, loss_A, loss_D, loss_joint, pad, plan_return, ratio, role_loss
+from grpo_hier import (advantage_A, advantage_D, clipped, kl, loss_A, loss_D, loss_joint, pad, plan_return,
+                       ratio, role_loss)
 
 
 class Rollouts:
-    """B tasks, K plans, M episodes with T_ij actions of |a| tokens: ragged log-probs in float64, ratios on all sides."""
+    """B tasks, K plans, M episodes with T_ij actions of |a| tokens: ragged log-probs in float64."""
 
     def __init__(self, B=2, K=3, M=2, seed=7, equal=False):
         g = torch.Generator().manual_seed(seed)
@@ -34,7 +35,8 @@ class Rollouts:
         rows = range(len(self.logp)) if rows is None else rows
         take = lambda ragged: torch.nn.functional.pad(pad([ragged[i] for i in rows])[0], (0, extra))
         mask_NT = torch.nn.functional.pad(pad([self.logp[i] for i in rows])[1], (0, extra))
-        adv_N, T_N = (torch.tensor([x[self.episode[i]] for i in rows], dtype=torch.float64) for x in (self.adv, self.T))
+        adv_N, T_N = (torch.tensor([x[self.episode[i]] for i in rows], dtype=torch.float64)
+                      for x in (self.adv, self.T))
         term_NT = clipped(ratio(take(self.logp), take(self.old)), adv_N, cfg.eps)
         term_NT = term_NT - cfg.beta * kl(take(self.logp), take(self.ref))
         return role_loss(role, term_NT, mask_NT, T_N, self.B, cfg)
@@ -48,15 +50,16 @@ class Rollouts:
                 r = math.exp(lp - o)
                 bounded = min(max(r, 1 - cfg.eps), 1 + cfg.eps)
                 total -= w * (min(r * A, bounded * A) - cfg.beta * (math.exp(f - lp) - (f - lp) - 1))
-                slopes.append(-w * ((r * A if r * A <= bounded * A else 0.0) - cfg.beta * (1 - math.exp(f - lp))))
+                slope = r * A if r * A <= bounded * A else 0.0
+                slopes.append(-w * (slope - cfg.beta * (1 - math.exp(f - lp))))
         return total, slopes
 
 
 class Toy:
     """A decomposer that writes L binary tokens, an actor that takes two binary actions, a table of rewards.
 
-    Tabular softmax policies: one pair of logits per prefix, for the actor per plan and prefix. All P plans and E = 4
-    episodes per plan are known, so all P^K · E^(KM) rollout batches can be written down with their probabilities.
+    Tabular softmax policies: one pair of logits per prefix, for the actor per plan and prefix. With P plans
+    and E = 4 episodes per plan, all P^K · E^(KM) rollout batches can be written down with their probabilities.
     """
 
     def __init__(self, K, M, L, seed=0):
@@ -65,8 +68,8 @@ class Toy:
         P = 2 ** L
         self.theta_D = torch.randn(P - 1, 2, generator=g, dtype=torch.float64, requires_grad=True)
         self.theta_A = torch.randn(P, 3, 2, generator=g, dtype=torch.float64, requires_grad=True)
-        quality = torch.linspace(0.05, 0.95, P, dtype=torch.float64)[:, None]       # plans differ, and so do executions
-        self.R = (0.8 * quality + 0.2 * torch.rand(P, 4, generator=g, dtype=torch.float64))
+        quality = torch.linspace(0.05, 0.95, P, dtype=torch.float64)[:, None]
+        self.R = 0.8 * quality + 0.2 * torch.rand(P, 4, generator=g, dtype=torch.float64)      # (P, E)
         self.logp_D = self.log_prob(self.theta_D, L)                                # (P, L)
         self.logp_A = torch.stack([self.log_prob(theta, 2) for theta in self.theta_A])          # (P, E, 2)
         index = torch.cartesian_prod(*[torch.arange(P)] * K, *[torch.arange(4)] * (K * M))
@@ -78,7 +81,8 @@ class Toy:
     @staticmethod
     def log_prob(theta, L):
         logp = theta.log_softmax(-1)
-        return torch.stack([torch.stack([logp[2 ** u - 1 + int("0" + "".join(map(str, s[:u])), 2), s[u]] for u in range(L)])
+        node = lambda s, u: 2 ** u - 1 + int("0" + "".join(map(str, s[:u])), 2)         # of the prefix s[:u]
+        return torch.stack([torch.stack([logp[node(s, u), s[u]] for u in range(L)])
                             for s in itertools.product((0, 1), repeat=L)])
 
     def J(self):
@@ -86,7 +90,7 @@ class Toy:
         return (self.logp_D.sum(-1).exp()[:, None] * self.logp_A.sum(-1).exp() * self.R).sum()
 
     def expected(self, std=False):
-        """Exact expectation of the gradients that Eqs. 5-11 (primed, C = 1) give: for the decomposer and the actor."""
+        """Exact expectation of the gradients that Eqs. 5-11 (primed, C = 1) give: decomposer's, actor's."""
         everyone = torch.ones_like(self.R_BKM, dtype=torch.bool)
         adv_A = advantage_A(self.R_BKM, everyone, std)
         adv_D = advantage_D(*plan_return(self.R_BKM, everyone), std)
@@ -102,11 +106,12 @@ class Toy:
 
 
 class TrlCase:
-    """Four episodes (one task, K = M = 2) of 1-3 actions of 1-5 tokens, from formulas instead of random numbers."""
+    """Four episodes (one task, K = M = 2) of 1-3 actions of 1-5 tokens, from formulas, not random numbers."""
     T, lengths = (2, 1, 3, 2), (3, 5, 2, 1, 4, 2, 3, 5)
 
     def __init__(self):
-        wave = lambda a, b: [torch.tensor([math.sin(a * i + b * u) for u in range(n)]) for i, n in enumerate(self.lengths)]
+        wave = lambda a, b: [torch.tensor([math.sin(a * i + b * u) for u in range(n)])
+                             for i, n in enumerate(self.lengths)]
         self.logp = [(-1 - x.abs()).requires_grad_() for x in wave(1.7, 0.9)]
         self.old = [x.detach() + 0.4 * y for x, y in zip(self.logp, wave(2.3, 1.1))]
         self.adv = [0.7, -0.7, -0.4, 0.4]
@@ -115,14 +120,14 @@ class TrlCase:
     def ours(self, equation):
         adv_N, T_N = (torch.tensor([float(x[e]) for e in self.episode]) for x in (self.adv, self.T))
         (logp_NT, mask_NT), (old_NT, _) = pad(self.logp), pad(self.old)
-        K = len(self.logp) if "10" in equation else 2                 # for Eqs. 10 and 10' every action plays a plan
+        K = len(self.logp) if "10" in equation else 2          # for Eqs. 10 and 10' every action plays a plan
         cfg = grpo_hier.Config(K=K, M=2, max_steps=4, max_tokens_A=8, max_tokens_D=24,
                                norm="drgrpo" if "'" in equation else "printed")
-        return role_loss("decomposer" if "10" in equation else "actor", clipped(ratio(logp_NT, old_NT), adv_N, 0.2), mask_NT,
-                         T_N, 1, cfg)
+        term_NT = clipped(ratio(logp_NT, old_NT), adv_N, 0.2)
+        return role_loss("decomposer" if "10" in equation else "actor", term_NT, mask_NT, T_N, 1, cfg)
 
     def trl(self, equation):
-        """7': dr_grpo on whole episodes. 7: the mean over episodes of grpo on their actions. 10', 10: on rows of their own."""
+        """7': dr_grpo on whole episodes. 7: mean over episodes of grpo on actions. 10', 10: on single rows."""
         rows = [[i for i, e in enumerate(self.episode) if e == episode] for episode in range(4)]
         if equation == "7":
             return sum(self.call("grpo", [[i] for i in r], 0) for r in rows) / 4
@@ -140,8 +145,8 @@ class TrlCase:
         trainer.max_completion_length = C
         adv_N = torch.tensor([self.adv[self.episode[row[0]]] for row in rows])
         return GRPOTrainer._compute_loss(trainer, None, {
-            "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": mask_NT,
-            "advantages": adv_N, "old_per_token_logps": old_NT})
+            "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids,
+            "completion_mask": mask_NT, "advantages": adv_N, "old_per_token_logps": old_NT})
 
     def numbers(self, loss):
         grad = torch.cat(torch.autograd.grad(loss, self.logp)).double()

@@ -1,9 +1,9 @@
 """Every equation of the paper, in its order, attacked through the functions that the stages call.
 
-For each: numbers computed by hand, a loop oracle in Python floats written from the printed formula, limits, invariances.
-Appendix B is checked without sampling: a tabular decomposer and actor are small enough to enumerate every outcome of a
-whole rollout batch. TRL's loss is a second, independent oracle: live where TRL is installed (.venv-trl, see
-bench/loss.py), and as numbers frozen from such a run everywhere.
+For each: numbers computed by hand, a loop oracle in Python floats written from the printed formula, limits,
+invariances. Appendix B is checked without sampling: a tabular decomposer and actor are small enough to
+enumerate every outcome of a whole rollout batch. TRL's loss is a second, independent oracle: live where TRL
+is installed (.venv-trl, see bench/loss.py), and as numbers frozen from such a run everywhere.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ import torch
 
 import grpo_hier
 from exact import Rollouts, Toy, TrlCase
-from grpo_hier import (advantage_A, advantage_D, clipped, kl, loss_A, loss_A_printed, loss_D, loss_D_printed, loss_joint,
-                       plan_return, ratio)
+from grpo_hier import (advantage_A, advantage_D, clipped, kl, loss_A, loss_A_printed, loss_D, loss_D_printed,
+                       loss_joint, plan_return, ratio)
 from policy import Sample, token_logp
 from rollout import Agent, Episode, Group, Plan, RolloutConfig, Step, Task
 from sft import loss_sft
@@ -39,11 +39,11 @@ def everyone(x):
 
 
 def config(**settings):
-    return dataclasses.replace(grpo_hier.Config(), **{"K": 3, "M": 2, "max_steps": 4, "max_tokens_A": 8, "max_tokens_D": 16} |
-                               settings)
+    small = {"K": 3, "M": 2, "max_steps": 4, "max_tokens_A": 8, "max_tokens_D": 16}
+    return dataclasses.replace(grpo_hier.Config(), **small | settings)
 
 
-# ------------------------------------------------------------------------------------------ Eqs. 1, 2: what is conditioned on
+# -------------------------------------------------------------------------- Eqs. 1, 2: what is conditioned on
 class Asked:
     """Stands for the models: keeps the requests."""
     def __init__(self):
@@ -55,8 +55,10 @@ class Asked:
 
 
 def agent(asked):
-    prompts = SimpleNamespace(decomposer=lambda x: ("D", x), actor=lambda x, h, d: ("A", f"{x}|{';'.join(h)}|{d}"))
-    return Agent(prompts, RolloutConfig(max_tokens_D=5, max_tokens_A=7, temperature_D=0.6, temperature_A=0.9), asked)
+    prompts = SimpleNamespace(decomposer=lambda x: ("D", x),
+                              actor=lambda x, h, d: ("A", f"{x}|{';'.join(h)}|{d}"))
+    cfg = RolloutConfig(max_tokens_D=5, max_tokens_A=7, temperature_D=0.6, temperature_A=0.9)
+    return Agent(prompts, cfg, asked)
 
 
 def test_eq_1_the_plan_depends_on_task_and_first_screenshot_alone():
@@ -75,11 +77,11 @@ def test_eq_2_the_action_depends_on_task_screenshot_history_and_plan():
         "actor", "A", "x|a_0;a_1|1. g", b"o_t", 12, 0.9, 7)
 
 
-# ------------------------------------------------------------------------------------------------------- Eqs. 3, 4: SFT
+# --------------------------------------------------------------------------------------------- Eqs. 3, 4: SFT
 def head(n=7, V=23, H=5, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return (torch.randn(n, H, generator=g, requires_grad=True), torch.randn(V, H, generator=g, requires_grad=True),
-            torch.randint(V, (n,), generator=g))
+    h, W = torch.randn(n, H, generator=g), torch.randn(V, H, generator=g)
+    return h.requires_grad_(), W.requires_grad_(), torch.randint(V, (n,), generator=g)
 
 
 def test_eq_3_by_hand():
@@ -102,10 +104,10 @@ def test_eq_4_is_one_mean_over_the_tokens_of_all_micro_batches_and_ranks():
     logp = t([-0.5, -1.5, -2.5, -4.0, -0.1])
     for cut in range(6):                                              # a share may be empty
         close(loss_sft(logp[:cut], 5) + loss_sft(logp[cut:], 5), -logp.mean())
-    close(loss_sft(logp, 5) + 0.0 * loss_sft(logp, 5), -logp.mean())  # a rank's padding micro-batch has weight 0
+    close(loss_sft(logp, 5) + 0.0 * loss_sft(logp, 5), -logp.mean())  # a rank's padding has weight 0
 
 
-# ------------------------------------------------------------------------------------------------ Eq. 5: actor's advantage
+# ----------------------------------------------------------------------------------- Eq. 5: actor's advantage
 def advantage_oracle(R, valid, std, std_eps):
     """Eqs. 5 and 9 for one group, as loops over Python floats."""
     kept = [r for r, v in zip(R, valid) if v]
@@ -119,7 +121,7 @@ def advantage_oracle(R, valid, std, std_eps):
 def test_eq_5_by_hand():
     R = t([[[1, 0, 0, 1, 0, 0, 0]]])
     close(advantage_A(R, everyone(R)), [[[5 / 7, -2 / 7, -2 / 7, 5 / 7, -2 / 7, -2 / 7, -2 / 7]]])
-    R = t([[[1, 0, 0, 0]]])                                           # unbiased std: 1/2 (the population's would be 0.433)
+    R = t([[[1, 0, 0, 0]]])                              # unbiased std: 1/2 (the population's would be 0.433)
     close(advantage_A(R, everyone(R), std=True), t([[[0.75, -0.25, -0.25, -0.25]]]) / 0.5001)
 
 
@@ -146,7 +148,7 @@ def test_eq_5_equal_rewards_give_exactly_zero(reward, std):
 
 
 def test_eq_5_a_plan_s_episodes_are_compared_with_each_other_only():
-    R = t([[[1, 1], [0, 0]], [[0, 0], [1, 1]]])                       # two tasks, two plans: nothing varies within a plan
+    R = t([[[1, 1], [0, 0]], [[0, 0], [1, 1]]])           # two tasks, two plans: nothing varies within a plan
     assert not advantage_A(R, everyone(R)).any()
     R = t([[[1, 0], [0, 0]], [[1, 1], [1, 1]]])
     close(advantage_A(R, everyone(R)), [[[0.5, -0.5], [0, 0]], [[0, 0], [0, 0]]])
@@ -165,7 +167,7 @@ def test_eq_5_order_of_episodes_does_not_matter():
     close(advantage_A(R[..., p], everyone(R), True), advantage_A(R, everyone(R), True)[..., p])
 
 
-# -------------------------------------------------------------------------------------------------------- Eq. 6: the ratio
+# ------------------------------------------------------------------------------------------- Eq. 6: the ratio
 def test_eq_6_by_hand():
     close(ratio(t([[math.log(0.5), -2.0]]), t([[math.log(0.25), -2.0]])), [[2.0, 1.0]])
     with pytest.raises(AssertionError):
@@ -179,10 +181,10 @@ def test_eq_6_gradient_is_ratio_times_score():
     close(logp.grad, r.detach())
 
 
-# ----------------------------------------------------------------------------------------------- ℓ, the clipped surrogate
+# ----------------------------------------------------------------------------------- ℓ, the clipped surrogate
 @pytest.mark.parametrize("r, A, value, slope", [                      # slope: dℓ/dr
     (1.0, 2.0, 2.0, 2.0), (1.0, -2.0, -2.0, -2.0), (1.1, 1.0, 1.1, 1.0), (0.9, -1.0, -0.9, -1.0),
-    (1.5, 1.0, 1.2, 0.0), (0.5, -1.0, -0.8, 0.0),                     # gone too far the right way: no gradient
+    (1.5, 1.0, 1.2, 0.0), (0.5, -1.0, -0.8, 0.0),                    # gone too far the right way: no gradient
     (1.5, -1.0, -1.5, -1.0), (0.5, 1.0, 0.5, 1.0),                    # gone the wrong way: never clipped
     (1.5, 0.0, 0.0, 0.0), (0.5, 0.0, 0.0, 0.0)])
 def test_clip_by_hand(r, A, value, slope):
@@ -197,7 +199,7 @@ def test_clip_gives_every_sample_its_own_advantage():
     close(clipped(t([[1.0, 1.0], [1.0, 1.0]]), t([3.0, -1.0]), 0.2), [[3, 3], [-1, -1]])
 
 
-# --------------------------------------------------------------------------------------------------------- D_KL, β's term
+# --------------------------------------------------------------------------------------------- D_KL, β's term
 def test_kl_by_hand():
     close(kl(t([[math.log(0.5), -1.0]]), t([[math.log(0.25), -1.0]])), [[0.5 + math.log(2) - 1, 0.0]])
 
@@ -209,9 +211,12 @@ def test_kl_is_never_negative_and_its_mean_is_the_divergence():
     close((p.exp() * kl(p, q)).sum(), (p.exp() * (p - q)).sum())
 
 
-# -------------------------------------------------------------------------------- a rollout batch for Eqs. 7, 7', 10 and 10'
-WEIGHTS = {("actor", "printed"): lambda T, n: 1 / T / n / 12, ("actor", "drgrpo"): lambda T, n: 1 / 12 / (4 * 8),
-           ("decomposer", "printed"): lambda T, n: 1 / n / 6, ("decomposer", "drgrpo"): lambda T, n: 1 / 6 / 16}
+# ----------------------------------------------------------------- a rollout batch for Eqs. 7, 7', 10 and 10'
+# a token's weight: T_ij actions in its episode, n tokens in its response, B·K·M = 12 episodes, B·K = 6 plans
+WEIGHTS = {("actor", "printed"): lambda T, n: 1 / T / n / 12,
+           ("actor", "drgrpo"): lambda T, n: 1 / 12 / (4 * 8),
+           ("decomposer", "printed"): lambda T, n: 1 / n / 6,
+           ("decomposer", "drgrpo"): lambda T, n: 1 / 6 / 16}
 
 
 def check_oracle(role, norm, beta):
@@ -230,7 +235,8 @@ def check_shares(role, norm):
     whole = rollouts.loss(cfg, role).detach()
     order = torch.randperm(len(rollouts.logp), generator=torch.Generator().manual_seed(3)).tolist()
     for size in (1, 2, 5, len(order)):
-        close(sum(rollouts.loss(cfg, role, order[i:i + size], extra=i).detach() for i in range(0, len(order), size)), whole)
+        shares = [rollouts.loss(cfg, role, order[i:i + size], extra=i) for i in range(0, len(order), size)]
+        close(sum(shares).detach(), whole)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
@@ -242,7 +248,7 @@ def test_eq_7_by_hand():
     term, mask = t([[1, 1, 1], [3, 5, 9]]), t([[1, 1, 1], [1, 0, 0]])
     # one task, two plans, two episodes: one of two actions (with 3 tokens and 1 token), the others lost
     close(loss_A_printed(term, mask, t([2, 2]), 1, 2, 2), -(3 / 3 / 2 + 3 / 1 / 2) / 4)
-    close(loss_A_printed(t([[7, 7]]), t([[0, 0]]), t([1]), 1, 1, 1), 0.0)           # an action without a token
+    close(loss_A_printed(t([[7, 7]]), t([[0, 0]]), t([1]), 1, 1, 1), 0.0)          # an action without a token
 
 
 def test_eq_7_shares_add_up():
@@ -290,13 +296,13 @@ def test_eq_7p_without_a_plan_there_is_one_group():
     close(rollouts.loss(config(K=3, M=6, use_plan=False)).detach(), rollouts.loss(config(K=1, M=6)).detach())
 
 
-# ---------------------------------------------------------------------------------------------------- Eq. 8: a plan's return
+# ------------------------------------------------------------------------------------- Eq. 8: a plan's return
 def test_eq_8_by_hand():
     R = t([[[1, 0, 1, 0], [1, math.nan, 0, math.nan], [math.nan] * 4]])
     S, valid = plan_return(R, ~R.isnan())
     close(S, [[0.5, 0.5, 0.0]])
     assert valid.tolist() == [[True, True, False]]
-    S, valid = plan_return(t([[[1, math.nan]]]), torch.tensor([[[True, False]]]))   # one valid episode is enough
+    S, valid = plan_return(t([[[1, math.nan]]]), torch.tensor([[[True, False]]]))   # one is enough
     assert S.item() == 1 and valid.item()
 
 
@@ -309,7 +315,7 @@ def test_eq_8_loop_oracle():
         close(S[b, k], sum(kept) / max(1, len(kept)))
 
 
-# ------------------------------------------------------------------------------------------ Eq. 9: decomposer's advantage
+# ------------------------------------------------------------------------------ Eq. 9: decomposer's advantage
 def test_eq_9_by_hand():
     S = t([[3 / 7, 0.0, 0.0]])
     close(advantage_D(S, everyone(S)), [[2 / 7, -1 / 7, -1 / 7]])
@@ -331,10 +337,11 @@ def test_eq_9_limits(std):
     for S in (t([[0.1, 0.1, 0.1]]), t([[0.7]]), t([[1 / 7 + 2 / 7] * 7])):          # equal plans; K = 1
         assert torch.equal(advantage_D(S, everyone(S), std), torch.zeros_like(S))
     S = t([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])                         # a plan without a return is in no mean
-    close(advantage_D(S, torch.tensor([[True, True, False], [False, False, True]])), [[0.5, -0.5, 0], [0, 0, 0]])
+    valid = torch.tensor([[True, True, False], [False, False, True]])
+    close(advantage_D(S, valid), [[0.5, -0.5, 0], [0, 0, 0]])
 
 
-# --------------------------------------------------------------------------------------------------------- Eqs. 10 and 10'
+# -------------------------------------------------------------------------------------------- Eqs. 10 and 10'
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_eq_10_loop_oracle(beta):
     check_oracle("decomposer", "printed", beta)
@@ -361,7 +368,7 @@ def test_eq_10p_shares_add_up():
     check_shares("decomposer", "drgrpo")
 
 
-# ------------------------------------------------------------------------------------------------------------------ Eq. 11
+# ----------------------------------------------------------------------------------------------------- Eq. 11
 def test_eq_11_is_two_independent_updates():
     a, d = t([2.0]).requires_grad_(), t([3.0]).requires_grad_()
     loss = loss_joint((a ** 2).sum(), (d ** 3).sum())
@@ -370,7 +377,7 @@ def test_eq_11_is_two_independent_updates():
     close(torch.cat([a.grad, d.grad]), [4.0, 27.0])                   # each role's gradient is its own loss's
 
 
-# -------------------------------------------------------------------------------------- rewards -> advantages -> samples
+# --------------------------------------------------------------------------- rewards -> advantages -> samples
 def sample(name):
     return Sample([1], b"", (56, 56), [2], [0.0], name)
 
@@ -379,16 +386,18 @@ def groups(rewards, steps):
     """Nested lists (tasks, plans, episodes) of rewards and numbers of steps -> what a rollout returns."""
     out = []
     for b, (plans, lengths) in enumerate(zip(rewards, steps)):
-        group = Group(Task(f"task{b}", "site"), plans=[Plan(k, sample=sample(f"plan {b}{k}")) for k in range(len(plans))])
-        group.episodes = [[Episode(group, group.plans[k], m, seed=0, reward=r, status="success" if r else "failure",
-                                   steps=[Step(b"", sample(f"action {b}{k}{m}{s}")) for s in range(n)])
-                           for m, (r, n) in enumerate(zip(*row))] for k, row in enumerate(zip(plans, lengths))]
+        group = Group(Task(f"task{b}", "site"))
+        group.plans = [Plan(k, sample=sample(f"plan {b}{k}")) for k in range(len(plans))]
+        group.episodes = [[Episode(group, plan, m, seed=0, reward=r,
+                                   steps=[Step(b"", sample(f"action {b}{plan.k}{m}{s}")) for s in range(n)])
+                           for m, (r, n) in enumerate(zip(*row))]
+                          for plan, row in zip(group.plans, zip(plans, lengths))]
         out.append(group)
     return out
 
 
 def test_eq_5_eq_9_reach_the_samples_they_belong_to():
-    """One advantage per episode whatever its number of steps; the actor's for actions, the decomposer's for plans."""
+    """One advantage per episode, whatever its steps; the actor's for actions, the decomposer's for plans."""
     g = groups([[[1, 0], [0, 0]], [[1, None], [1, 0]]], [[[3, 1], [1, 2]], [[1, 1], [2, 1]]])
     *_, adv_A, adv_D = grpo_hier.credit(g, config(K=2, M=2))
     data = grpo_hier.batches(g, adv_A, adv_D)
@@ -396,12 +405,12 @@ def test_eq_5_eq_9_reach_the_samples_they_belong_to():
     got = {s.text.split()[1]: (a, T) for s, a, T in zip(A.samples, A.adv, A.T, strict=True)}
     assert got == {"0000": (0.5, 3), "0001": (0.5, 3), "0002": (0.5, 3), "0010": (-0.5, 1),
                    "0100": (0, 1), "0110": (0, 2), "0111": (0, 2),
-                   "1000": (0, 1), "1100": (0.5, 2), "1101": (0.5, 2), "1110": (-0.5, 1)}  # the lost episode is not there
+                   "1000": (0, 1), "1100": (0.5, 2), "1101": (0.5, 2), "1110": (-0.5, 1)}  # not the lost one
     assert [(s.text, a, T) for s, a, T in zip(D.samples, D.adv, D.T, strict=True)] == [
         ("plan 00", 0.25, 1), ("plan 01", -0.25, 1), ("plan 10", 0.25, 1), ("plan 11", -0.25, 1)]
 
 
-# -------------------------------------------------------------------------------------------- Appendix B, by enumeration
+# --------------------------------------------------------------------------------- Appendix B, by enumeration
 @pytest.mark.parametrize("K, M, L", [(2, 2, 2), (2, 3, 1), (3, 2, 1), (1, 2, 1), (2, 1, 2)])
 def test_appendix_B_expected_gradients_are_the_policy_gradient_times_known_factors(K, M, L):
     toy = Toy(K, M, L)
@@ -409,7 +418,7 @@ def test_appendix_B_expected_gradients_are_the_policy_gradient_times_known_facto
     true_D, true_A = torch.autograd.grad(toy.J(), (toy.theta_D, toy.theta_A), retain_graph=True)
     got_D, got_A = toy.expected()
     assert true_D.abs().max() > 0.01 and true_A.abs().max() > 0.001
-    close(-got_D, true_D * (K - 1) / K, 1e-10)                        # the loss is minimised: its gradient is minus J's
+    close(-got_D, true_D * (K - 1) / K, 1e-10)              # the loss is minimised: its gradient is minus J's
     close(-got_A, true_A * (M - 1) / M, 1e-10)
 
 
@@ -418,30 +427,31 @@ def test_appendix_B_dividing_by_the_std_breaks_it():
     truth = torch.autograd.grad(toy.J(), (toy.theta_D, toy.theta_A), retain_graph=True)
     for got, true in zip(toy.expected(std=True), truth):
         best = -(got * true).sum() / (true * true).sum()              # whatever positive factor one allows
-        assert (-got - best * true).abs().max() > 1e-3 * got.abs().max(), "still proportional to the policy gradient"
+        assert (-got - best * true).abs().max() > 1e-3 * got.abs().max(), "still proportional to the gradient"
 
 
 def test_appendix_B_conditioning_the_actor_s_baseline_on_the_plan_removes_variance():
-    """Exact variance of the actor's gradient, each estimator scaled to be unbiased: Eq. 5's baseline against one mean over
-    all K·M episodes of the task."""
+    """Exact variance of the actor's gradient, each estimator scaled to be unbiased: Eq. 5's baseline against
+    one mean over all K·M episodes of the task."""
     toy = Toy(2, 3, 1)
     B, K, M = toy.R_BKM.shape
     score = torch.stack([torch.autograd.grad(lp, toy.theta_A, retain_graph=True)[0].flatten()
-                         for lp in toy.logp_A.sum(-1).flatten()]).view(*toy.logp_A.shape[:2], -1)[toy.d[..., None], toy.e]
+                         for lp in toy.logp_A.sum(-1).flatten()])
+    score = score.view(*toy.logp_A.shape[:2], -1)[toy.d[..., None], toy.e]
 
     def mean_and_variance(adv_BKM, factor):
         g = torch.einsum("bkm,bkmn->bn", adv_BKM, score) / (K * M * factor)
         mean = (toy.p[:, None] * g).sum(0)
         return mean, (toy.p * (g - mean).square().sum(-1)).sum()
     mean, conditioned = mean_and_variance(advantage_A(toy.R_BKM, everyone(toy.R_BKM)), (M - 1) / M)
-    pooled_R = toy.R_BKM.reshape(B, 1, K * M)
-    other, pooled = mean_and_variance(advantage_A(pooled_R, everyone(pooled_R)).reshape(B, K, M), (K * M - 1) / (K * M))
+    R = toy.R_BKM.reshape(B, 1, K * M)
+    other, pooled = mean_and_variance(advantage_A(R, everyone(R)).reshape(B, K, M), (K * M - 1) / (K * M))
     close(mean, other, 1e-10)                                         # the same gradient in expectation
     assert conditioned / pooled < 0.5, f"variance ratio {conditioned / pooled:.3f}"
 
 
-# -------------------------------------------------------------------------------------------------- TRL as second oracle
-# Eqs. 7', 7, 10', 10 on the tensors of `trl_case`: loss and two checksums of the gradient, from a run with TRL 1.16.0.
+# --------------------------------------------------------------------------------------- TRL as second oracle
+# Eqs. 7', 7, 10', 10 on the tensors of `TrlCase`: loss and two checksums of its gradient, from TRL 1.16.0
 FROZEN = {"7'": (-0.025107194, -0.006982193, 0.019499414),
           "7": (0.092546627, 0.131879942, 0.182877815),
           "10'": (-0.01673813, -0.004654796, 0.01299961),
@@ -456,7 +466,7 @@ def test_trl_frozen_numbers(equation):
 
 @pytest.mark.parametrize("equation", FROZEN)
 def test_trl_live(equation):
-    pytest.importorskip("trl", reason="TRL is not installed here; `python bench/loss.py` makes .venv-trl, which has it")
+    pytest.importorskip("trl", reason="TRL is not installed; bench/loss.py makes a .venv-trl that has it")
     case = TrlCase()
     ours, theirs = case.ours(equation), case.trl(equation)
     close(ours.detach(), theirs.detach(), 1e-6)

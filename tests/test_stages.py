@@ -1,6 +1,6 @@
-"""The stages as a user runs them: in order, on the embedded default, killed and started again, and given bad input.
+"""The stages as a user runs them: in order, on the embedded default, killed and restarted, given bad input.
 
-One small set of demonstrations is made for all tests. Every command is the shipped one in a process of its own.
+One small set of demonstrations is made for all tests. Every command is the shipped one in its own process.
 """
 
 import json
@@ -44,7 +44,8 @@ def kill_after(command, ready, within=120) -> None:
 
 def lines(path) -> list[dict]:
     path = Path(path)
-    return [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")] if path.exists() else []
+    return ([json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]
+            if path.exists() else [])
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +82,8 @@ def test_stage_1_killed_and_resumed(decompositions):
 
 def sft(data, role, name, *more):
     return ["sft.py", "--role", role, "--model", data / "model", "--meta", data / "trajectories/meta.json",
-            "--decompositions", data / "decompositions.jsonl", "--run", data / name, *TINY, "--batch_size", 16,
-            "--accumulation", 1, "--lr", "3e-3", "--save_every", 10, *more]
+            "--decompositions", data / "decompositions.jsonl", "--run", data / name, *TINY,
+            "--batch_size", 16, "--accumulation", 1, "--lr", "3e-3", "--save_every", 10, *more]
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +108,11 @@ def test_the_tiny_actor_without_plans_trains_too(models):
 
 
 def grpo(data, name, *more):
-    return ["grpo_hier.py", *TINY, "--run", data / name, "--actor", data / "actor/hf", "--decomposer", data / "decomposer/hf",
-            "--env", "miniwob", "--tasks", "click-tab", "--split", "train", "--instances", 3, "--K", 2, "--M", 3,
-            "--threads", 3, "--max_steps", 3, "--max_tokens_A", 24, "--max_tokens_D", 12, "--lr", "1e-3", *more]
+    return ["grpo_hier.py", *TINY, "--run", data / name,
+            "--actor", data / "actor/hf", "--decomposer", data / "decomposer/hf",
+            "--env", "miniwob", "--tasks", "click-tab", "--split", "train", "--instances", 3,
+            "--K", 2, "--M", 3, "--threads", 3, "--max_steps", 3,
+            "--max_tokens_A", 24, "--max_tokens_D", 12, "--lr", "1e-3", *more]
 
 
 def last_checkpoint(run_directory) -> Path:
@@ -119,7 +122,7 @@ def last_checkpoint(run_directory) -> Path:
 def test_stage_3_killed_and_resumed_ends_with_the_same_bytes(models):
     run(*grpo(models, "whole"))
     command = grpo(models, "parts")
-    kill_after(command, lambda: len(lines(models / "parts/log.jsonl")) >= 1)     # in the middle of the second batch
+    kill_after(command, lambda: len(lines(models / "parts/log.jsonl")) >= 1)  # within the second batch
     run(*command)
     whole, parts = models / "whole", models / "parts"
     assert [line["batch"] for line in lines(parts / "log.jsonl")] == [0, 1, 2]
@@ -128,8 +131,10 @@ def test_stage_3_killed_and_resumed_ends_with_the_same_bytes(models):
     rewards = [e["reward"] for e in lines(whole / "episodes.jsonl")]
     assert 0 < sum(rewards) < len(rewards), "no spread of rewards, so this test would show nothing"
     assert sum(line["grad_A"] for line in lines(whole / "log.jsonl")) > 0
-    for file in ("actor/adapter_model.safetensors", "actor/optimizer.pt", "decomposer/adapter_model.safetensors"):
-        assert (last_checkpoint(whole) / file).read_bytes() == (last_checkpoint(parts) / file).read_bytes(), file
+    for file in ("actor/adapter_model.safetensors", "actor/optimizer.pt",
+                 "decomposer/adapter_model.safetensors"):
+        assert ((last_checkpoint(whole) / file).read_bytes()
+                == (last_checkpoint(parts) / file).read_bytes()), file
 
 
 @pytest.mark.parametrize("row", [["--train_decomposer", "false"], ["--use_plan", "false", "--M", "4"],
@@ -138,14 +143,16 @@ def test_the_rows_of_table_2_and_the_printed_form_run(models, row):
     out = run(*grpo(models, "_".join(row).replace("--", ""), "--instances", 1, *row))
     assert "reward_mean" in out
     if "--use_plan" in row:
-        assert "loss_D" not in out and not (last_checkpoint(models / "_".join(row).replace("--", "")) / "decomposer").exists()
+        assert ("loss_D" not in out
+                and not (last_checkpoint(models / "_".join(row).replace("--", "")) / "decomposer").exists())
 
 
 def test_stage_4_resumes_and_reports(models):
-    command = ["evaluate.py", "--prompts", "demo/prompts.json", "--dtype", "float32", "--run", models / "eval", "--actor",
-               models / "actor/hf", "--decomposer", models / "decomposer/hf", "--adapters", models / "whole", "--env", "miniwob",
-               "--tasks", "click-tab", "--split", "eval", "--instances", 4, "--runs", 1, "--threads", 2, "--max_steps", 2,
-               "--max_tokens_A", 24, "--max_tokens_D", 12]
+    command = ["evaluate.py", "--prompts", "demo/prompts.json", "--dtype", "float32",
+               "--run", models / "eval", "--actor", models / "actor/hf",
+               "--decomposer", models / "decomposer/hf", "--adapters", models / "whole",
+               "--env", "miniwob", "--tasks", "click-tab", "--split", "eval", "--instances", 4,
+               "--runs", 1, "--threads", 2, "--max_steps", 2, "--max_tokens_A", 24, "--max_tokens_D", 12]
     run(*command)
     (models / "eval/episodes.jsonl").write_text("".join(
         json.dumps(e | ({"reward": None, "status": "infra"} if i == 2 else {})) + "\n"
@@ -183,6 +190,6 @@ def test_a_run_directory_of_another_config_is_refused(models):
 
 
 def test_no_chromium_is_said(models):
-    process = subprocess.run([sys.executable, *map(str, grpo(models, "no_browser"))], cwd=ROOT, text=True, capture_output=True,
-                             env=ENV | {"CHROMIUM": "/nowhere/chromium"}, timeout=120)
+    process = subprocess.run([sys.executable, *map(str, grpo(models, "no_browser"))], cwd=ROOT, text=True,
+                             capture_output=True, env=ENV | {"CHROMIUM": "/nowhere/chromium"}, timeout=120)
     assert process.returncode == 2 and "/nowhere/chromium" in process.stderr.strip().splitlines()[-1]
