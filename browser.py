@@ -6,7 +6,7 @@ closes, its opener is back. Native dialogs are answered at once; what they said 
 everything that was refused: downloads, files, sites that are not the task's.
 
 Nothing here sleeps. `settle` waits for what an action caused: navigations, new tabs, requests, images, fonts,
-then two frames in which the document does not change and, where there is a canvas or video, two equal
+then a frame in which the document does not change and, where there is a canvas or video, two equal
 screenshots. An address that never gets quiet costs the longest wait once; later visits wait only for
 navigations and requests of their own.
 
@@ -36,17 +36,17 @@ INIT = """{ const still = new CSSStyleSheet();
   document.adoptedStyleSheets = [...document.adoptedStyleSheets, still];
   window.print = () => {}; }"""
 SETTLED = """([quiet, bound]) => new Promise(done => {
-  const start = performance.now(); let last = start - 1e9, calm = 0;
-  const watch = new MutationObserver(() => { last = performance.now(); calm = 0; });
+  const start = performance.now(); let last = start, changed = false;
+  const watch = new MutationObserver(() => { last = performance.now(); changed = true; });
   watch.observe(document, {subtree: true, childList: true, attributes: true, characterData: true});
   const end = state => { watch.disconnect(); clearTimeout(timer); done(state); };
   const timer = setTimeout(() => end('restless'), bound);
   const here = () => document.readyState === 'complete' && document.fonts.status === 'loaded'
     && [...document.images].every(image => image.complete || image.loading === 'lazy');
   const look = () => {
-    if (++calm >= 2 && here() && performance.now() - last >= quiet)
+    if (!changed && here() && performance.now() - last >= quiet)
       end(document.querySelector('canvas, video') ? 'pixels' : 'still');
-    else requestAnimationFrame(look); };
+    else { changed = false; requestAnimationFrame(look); } };
   requestAnimationFrame(look); })"""
 ENDLESS = {"eventsource", "websocket", "media", "ping"}   # requests that nobody waits for
 
@@ -311,8 +311,9 @@ class Session(Chromium):
         left) | stuck (no answer: Chromium evaluates nothing while a navigation is under way, or the page's
         script is busy)."""
         from playwright.sync_api import Error, TimeoutError
+        quiet = 0.0 if self.env.quick else self.cfg.quiet
         try:
-            return page.wait_for_function(SETTLED, arg=[self.cfg.quiet * 1000, seconds * 1000],
+            return page.wait_for_function(SETTLED, arg=[quiet * 1000, seconds * 1000],
                                           timeout=seconds * 1000 + 200).json_value()
         except TimeoutError:
             return "stuck"

@@ -28,13 +28,13 @@ from runtime import UserError
 SPLITS = {"demonstrations": 1_000_000, "train": 2_000_000, "eval": 3_000_000}  # first seed of each
 SEEDS_PER_SPLIT = 1_000_000
 
-# The reward display and the marks of earlier clicks are MiniWoB's debugging aids, no part of the page.
+# The reward display and the marks of earlier clicks are MiniWoB's debugging aids, no part of the page. The
+# cover offers another episode once this one is over; its reward would replace this one's.
 STYLE = """
 #reward-display, #click-canvas, #sync-task-cover { display: none !important; }
 html { overflow: hidden; background: white; }
 """
-# setTimeout holds a signed 32-bit number of milliseconds, so that is the longest time limit. Once the episode
-# is over, nothing may start another: `startEpisode` would offer it, and its reward would replace this one's.
+# setTimeout holds a signed 32-bit number of milliseconds, so that is the longest time limit there is.
 START = """([seed, style]) => {
     const sheet = document.createElement('style');
     sheet.textContent = style;
@@ -44,7 +44,6 @@ START = """([seed, style]) => {
     core.EPISODE_MAX_TIME = 2147483647;
     core.startEpisodeReal();
     core.clearTimer();
-    core.startEpisode = () => {};
 }"""
 UTTERANCE = """() => { const u = core.getUtterance(); return typeof u === 'string' ? u : u.utterance; }"""
 
@@ -59,6 +58,7 @@ class MiniWob(Environment):
     name = "miniwob"
     width, height = 160, 210  # CSS pixels of every page
     fresh_context = False  # the pages keep nothing between two loads
+    quick = True  # and do all that a click causes before it returns, or frame by frame
 
     def __init__(self, pages: str = "choose-date-easy", instances: int = 100, scale: float = 1.0):
         self.pages = [p.strip() for p in pages.split(",") if p.strip()]

@@ -35,7 +35,8 @@ from rollout import Environment, Task, Verdict
 from runtime import UserError, launch
 from webarena_eval import ScriptError, evaluate, needs_judge
 from webarena_rules import PROFILES, Unknown
-from webarena_sites import (ACCOUNTS, READ_ONLY, Lease, Leases, Replica, SiteError, check_address, fetch, load_sites,
+from webarena_sites import (ACCOUNTS, READ_ONLY, Lease, Leases, Replica, SiteError, check_address, fetch,
+                            load_sites,
                             log_in, on_form, reset)
 from webarena_tasks import (apply_patch, bind, changes_state, members_of, read_split, read_tasks, sites_of,
                             starts_of, task_problems, to_placeholders)
@@ -75,7 +76,7 @@ class WebArena(Environment):
 
     def __init__(self, tasks="", sites="sites.json", profile="fixed", also="", judge=None, auth="", leases="",
                  patch="", lease_timeout: float = 3600.0, reset_timeout: float = 900.0, log=None):
-        self.profiles = list(dict.fromkeys([profile, *filter(None, also.split(","))]))
+        self.profiles = list(dict.fromkeys(p.strip() for p in (profile, *also.split(",")) if p.strip()))
         if unknown := [p for p in self.profiles if p not in PROFILES]:
             raise UserError(f"no evaluator profile is called {unknown[0]!r}; there are {', '.join(PROFILES)}")
         self.source, self.patch, self.judge_model, self.auth = tasks, patch, judge, auth
@@ -111,8 +112,7 @@ class WebArena(Environment):
 
     def _task(self, task: dict, label: str) -> Task:
         site = task["sites"][0] if len(task["sites"]) == 1 else "multi"
-        return Task(f"{label}/{task['task_id']}", site, task["intent"], 0, task,
-                    changes_state(task))
+        return Task(f"{label}/{task['task_id']}", site, task["intent"], 0, task, changes_state(task))
 
     # -- an episode
     def origins(self, task: Task) -> list[str]:
@@ -132,7 +132,8 @@ class WebArena(Environment):
         addresses = {lease.replica.site: lease.replica.address for lease in visit.leases}
         visit.task = bind(task.data, addresses, task.id)
         starts = starts_of(visit.task)
-        session.allowed = tuple({origin(u) for u in (*starts, *addresses.values())})
+        others = {o for o in session.allowed if o not in self.origins(task)}    # --extra_origins
+        session.allowed = tuple({origin(u) for u in (*starts, *addresses.values())} | others)
         first = session.page
         for site in members_of(visit.task):
             self.log_in(session, visit, site)
@@ -239,9 +240,9 @@ class View:
         if prep_actions not in self.prepared:
             self.prepared.add(prep_actions)
             for action in prep_actions:
-                self.page.evaluate(READ % action)
+                self.page.evaluate(READ % action.rstrip("; "))
         try:
-            result = self.page.evaluate(READ % expression)
+            result = self.page.evaluate(READ % expression.rstrip("; "))
         except Error as e:
             if "SyntaxError" in str(e):
                 raise ScriptError(str(e)) from None
@@ -272,12 +273,12 @@ class Tabs:
                 if on_form(page.url, lease.replica) and not on_form(url, lease.replica):
                     self.env.log_in(self.session, self.visit, lease.replica.site)
                     reply = page.goto(url, wait_until="load")
-            if reply is not None and reply.status >= 500:
-                raise Unknown(f"{url} answers {reply.status}")
             at_home(page, url)
             with contextlib.suppress(TimeoutError):     # some pages never get quiet
                 page.wait_for_load_state("networkidle", timeout=3000)
         except (Error, SiteError) as e:
+            if not self.session.browser.is_connected():     # not the site's fault: the episode is run again
+                raise
             raise Unknown(f"{url} cannot be read: {str(e).splitlines()[0]}") from None
         return View(page, reply is not None and reply.status in (404, 410))
 

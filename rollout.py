@@ -63,6 +63,7 @@ class Environment:
     name = ""
     width, height, scale = 1280, 720, 1.0         # viewport in CSS pixels; screenshot pixels per CSS pixel
     fresh_context = True                          # False only where pages keep no state of their own
+    quick = False                                 # True where pages answer an action at once: `quiet` is 0 there
     browser_args: list[str] = []                  # further switches of Chromium
 
     def tasks(self, split: str) -> list[Task]:
@@ -176,7 +177,7 @@ class RolloutConfig:
     open_timeout: float = 120.0                   # s, opening a task's start page, or judging an episode
     deadline: float = 600.0                       # s, one attempt at an episode with everything in it
     settle: float = 3.0                           # s, longest wait for a page to become quiet after an action
-    quiet: float = 0.0                            # s without a change that count as quiet, beside two frames
+    quiet: float = 0.1                            # s without a change of the page that count as quiet
     fixed_wait: float = 0.0                       # s after every action, as ScaleCUA; 0: as long as needed
     extra_origins: str = ""                       # further addresses where pages may go, by commas; * for all
     recycle: int = 200                            # a new browser after as many episodes

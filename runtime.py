@@ -8,6 +8,7 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import datetime
 import fcntl
 import inspect
 import json
@@ -138,7 +139,8 @@ def process_group():
     if "RANK" not in os.environ:
         yield World(device=device)
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    # ranks wait for the slowest one's browsers in a gloo collective: minutes, on a bad day hours
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))
     try:
         yield World(dist.get_rank(), dist.get_world_size(), device)
     finally:

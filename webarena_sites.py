@@ -122,8 +122,8 @@ def check_address(replica: Replica) -> None:
     except SiteError as e:
         raise SiteError(f"site {replica.site}: {e}") from None
     if urlsplit(where).netloc != urlsplit(replica.address).netloc:
-        raise SiteError(f"site {replica.site}: {replica.address} redirects to {where}; set the site's own base "
-                        f"URL to the address in the sites file")
+        raise SiteError(f"site {replica.site}: {replica.address} redirects to {where}; set the site's own "
+                        f"base URL to the address in the sites file")
 
 
 def reset(replica: Replica, timeout: float) -> None:
@@ -264,7 +264,7 @@ class Door:
 
 
 DOORS = {
-    "shopping": Door("/customer/account/login/", ("label", "Email"), ("label", "Password"),
+    "shopping": Door("/customer/account/login/", ("exactly", "Email"), ("exactly", "Password"),
                      ("button", "Sign In"), "/wishlist/"),
     "shopping_admin": Door("/", ("placeholder", "user name"), ("placeholder", "password"),
                            ("button", "Sign in"), "/dashboard", "Dashboard"),
@@ -273,9 +273,10 @@ DOORS = {
     "gitlab": Door("/users/sign_in", ("testid", "username-field"), ("testid", "password-field"),
                    ("testid", "sign-in-button"), "/-/profile"),
 }
-FIND = {"label": lambda page, text: page.get_by_label(text, exact=True),
-        "placeholder": lambda page, text: page.get_by_placeholder(text, exact=True),
-        "button": lambda page, text: page.get_by_role("button", name=text, exact=True),
+FIND = {"label": lambda page, text: page.get_by_label(text),
+        "exactly": lambda page, text: page.get_by_label(text, exact=True),
+        "placeholder": lambda page, text: page.get_by_placeholder(text),
+        "button": lambda page, text: page.get_by_role("button", name=text),
         "testid": lambda page, text: page.get_by_test_id(text)}
 
 
@@ -298,8 +299,7 @@ def log_in(context, replica: Replica, account: tuple[str, str], folder: str = ""
             raise SiteError(f"log-in at {replica.site} ({replica.address}) as {account[0]} was refused; "
                             f"check the account in the sites file")
     except Error as e:      # its call log would quote what was typed
-        reason = str(e).splitlines()[0].replace(account[1], "***")
-        raise SiteError(f"log-in at {replica.site} ({replica.address}) failed: {reason}") from None
+        raise SiteError(f"log-in at {replica.site} ({replica.address}): {str(e).splitlines()[0]}") from None
     finally:
         with contextlib.suppress(Error):
             page.close()

@@ -59,7 +59,7 @@ class Toy:
     """A decomposer that writes L binary tokens, an actor that takes two binary actions, a table of rewards.
 
     Tabular softmax policies: one pair of logits per prefix, for the actor per plan and prefix. With P plans
-    and E = 4 episodes per plan, all P^K · E^(KM) rollout batches can be written down with their probabilities.
+    and E = 4 episodes per plan, all P^K · E^(KM) rollout batches can be listed with their probabilities.
     """
 
     def __init__(self, K, M, L, seed=0):
@@ -127,7 +127,7 @@ class TrlCase:
         return role_loss("decomposer" if "10" in equation else "actor", term_NT, mask_NT, T_N, 1, cfg)
 
     def trl(self, equation):
-        """7': dr_grpo on whole episodes. 7: mean over episodes of grpo on actions. 10', 10: on single rows."""
+        """7': dr_grpo on whole episodes. 7: mean over episodes of grpo on actions. 10', 10: single rows."""
         rows = [[i for i, e in enumerate(self.episode) if e == episode] for episode in range(4)]
         if equation == "7":
             return sum(self.call("grpo", [[i] for i in r], 0) for r in rows) / 4

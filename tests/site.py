@@ -1,9 +1,10 @@
-"""A local web with WebArena's doors: a shop, its back office, a forum, a code host and a map, on loopback ports.
+"""A local web with WebArena's doors: a shop, its back office, a forum, a code host, a map, on loopback ports.
 
-    with local_sites(replicas=2) as web:        # web.json is a sites.json, web.replicas("reddit") the live servers
-Every server keeps its own state, which pages and REST calls change; GET /__reset makes it as new, and `web.resets`
-counts that. What an agent needs stands at fixed places, so that scripts can click and type without looking.
-Passwords are those of webarena_sites.ACCOUNTS. A handler named get_x or post_x answers a path that matches ROUTES.
+    with local_sites(replicas=2) as web:    # web.json: a sites.json; web.replicas("reddit"): the live servers
+
+Every server keeps its own state, which pages and REST calls change; GET /__reset makes it as new, and
+`web.resets` counts that. What an agent needs stands at fixed places, so that scripts can click and type without
+looking. Accounts are webarena_sites.ACCOUNTS. get_x and post_x answer the paths of the route x.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import json
 import re
 import secrets
 import threading
-from urllib.parse import parse_qs, parse_qsl, urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from webarena_sites import ACCOUNTS
 
@@ -27,7 +28,8 @@ def form(action: str, *fields: str) -> str:
 
 
 def box(name: str, x: int, y: int, extra: str = "", value: str = "") -> str:
-    return at(x, y, f'<input name="{name}" value="{html.escape(value)}" {extra} style="width:300px;height:30px">')
+    return at(x, y,
+              f'<input name="{name}" value="{html.escape(value)}" {extra} style="width:300px;height:30px">')
 
 
 def button(text: str, x: int, y: int, extra: str = "") -> str:
@@ -43,7 +45,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.origin = f"http://127.0.0.1:{self.server_address[1]}"
         self.address, self.resets, self.visits = self.origin + self.base, 0, []
-        self.lock, self.down, self.elsewhere = threading.Lock(), False, ""
+        self.lock, self.down, self.elsewhere, self.locked = threading.Lock(), False, "", ""
         self.fresh()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -72,7 +74,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         site, parts = self.server, urlsplit(self.path)
         raw = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         self.query = dict(parse_qsl(parts.query))
-        self.form = json.loads(raw) if raw.startswith("{") else {k: v[0] for k, v in parse_qs(raw, keep_blank_values=True).items()}
+        self.form = json.loads(raw) if raw.startswith("{") else dict(parse_qsl(raw, keep_blank_values=True))
         if site.down:
             return self.send("<h1>Service unavailable</h1>", 503)
         if site.elsewhere:
@@ -119,7 +121,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 class Shop(Server):
     site, cookie = "shopping", "PHPSESSID"
-    routes = (("/", "home"), ("/customer/account/login/", "login"), ("/wishlist/", "wishlist"), ("/buy", "buy"),
+    routes = (("/", "home"), ("/customer/account/login/", "login"), ("/wishlist/", "wishlist"),
+              ("/buy", "buy"),
               (r"/sales/order/view/order_id/(\d+)/", "order"), ("/kit.html", "kit"), ("/contact", "contact"),
               ("/rest/default/V1/integration/admin/token", "token"), ("/rest/V1/orders", "orders"),
               (r"/rest/V1/products/(\w+)/reviews", "reviews"), ("/review", "review"), ("/logout", "logout"))
@@ -129,7 +132,8 @@ class Shop(Server):
 
     def get_home(self, h):
         h.send(f"<title>One Stop</title>{at(20, 20, 'Welcome' if h.inside else 'Please sign in')}"
-               + form("/buy", '<input type="hidden" name="sku" value="B0738JQG6Q">', button("Buy the kit", 100, 100))
+               + form("/buy", '<input type="hidden" name="sku" value="B0738JQG6Q">', button("Buy the kit",
+                                                                                            100, 100))
                + at(100, 200, '<a href="/kit.html?size=2&color=red">The kit</a>')
                + at(100, 300, '<a href="/kit.html" target="_blank">In a tab</a>')
                + at(100, 400, '<a href="/contact">Contact us</a>'))
@@ -178,7 +182,8 @@ class Shop(Server):
         h.send({"items": [{"increment_id": f"{n:09d}"} for n, _ in newest]})
 
     def get_reviews(self, h, sku):
-        h.send([{"nickname": n, "ratings": [{"rating_name": "Rating", "percent": p}]} for n, p in self.state["reviews"]])
+        h.send([{"nickname": n, "ratings": [{"rating_name": "Rating", "percent": p}]} for n,
+                p in self.state["reviews"]])
 
     def get_review(self, h):
         h.send(form("/review", box("nickname", 100, 100), button("Five stars", 100, 200)))
@@ -212,7 +217,9 @@ class Office(Server):
         h.send(f"<table class=data-grid>{rows}</table>" if h.inside else "no")
 
     def get_price(self, h):
-        h.send(form("/admin/price", box("product[price]", 100, 100, value=self.state["price"]), button("Save", 100, 200)))
+        h.send(form("/admin/price", box("product[price]", 100, 100, value=self.state["price"]), button("Save",
+                                                                                                       100,
+                                                                                                       200)))
 
     def post_price(self, h):
         self.state["price"] = h.form["product[price]"]
@@ -228,11 +235,13 @@ class Forum(Server):
         return {"posts": []}
 
     def get_home(self, h):
-        h.send(at(100, 100, '<a href="/f/books">books</a>') + at(100, 200, '<a href="/submit/books">Submit</a>'))
+        h.send(at(100, 100, '<a href="/f/books">books</a>') + at(100, 200,
+                                                                 '<a href="/submit/books">Submit</a>'))
 
     def get_login(self, h):
         h.send(form("/login", '<label>Username <input name="login"></label>',
-                    '<label>Password <input type="password" name="pw"></label><button>Log in</button>'))
+                    f'<label>Password <input type="password" name="pw" {self.locked}></label>'
+                    "<button>Log in</button>"))
 
     def post_login(self, h):
         h.enter("/") if (h.form.get("login"), h.form.get("pw")) == ACCOUNTS["reddit"] else self.get_login(h)
@@ -241,7 +250,8 @@ class Forum(Server):
         h.send("Delete this account" if h.inside and user == ACCOUNTS["reddit"][0] else "Log in first")
 
     def get_forum(self, h, forum):
-        h.send("".join(f'<article class="submission">{html.escape(t)}</article>' for f, t in self.state["posts"]))
+        h.send("".join(f'<article class="submission">{html.escape(t)}</article>' for f,
+                       t in self.state["posts"]))
 
     def get_submit(self, h, forum):
         h.send(form(f"/submit/{forum}", box("title", 100, 100), button("Create", 100, 200))
@@ -251,7 +261,8 @@ class Forum(Server):
         if not h.inside:
             return h.go("/login")
         self.state["posts"].append((forum, h.form.get("title", "")))
-        h.go(f"/f/{forum}/{len(self.state['posts'])}/{re.sub(r'[^a-z0-9]+', '-', h.form.get('title', '').lower())}")
+        slug = re.sub(r"[^a-z0-9]+", "-", h.form.get("title", "").lower())
+        h.go(f"/f/{forum}/{len(self.state['posts'])}/{slug}")
 
     def get_post(self, h, forum, number):
         posts = self.state["posts"]
@@ -291,10 +302,13 @@ class CodeHost(Server):
 
     def get_members(self, h):
         self.state["most"] = max(self.state.get("most", 0), len(self.state["members"]))
-        rows = "".join(f'<tr><td data-label="Account"><span class="gl-avatar-labeled-sublabel">{a}</span></td>'
-                       f'<td class="col-max-role"><span>{role}</span></td></tr>' for a, role in self.state["members"])
+        rows = "".join('<tr><td data-label="Account">'
+                       f'<span class="gl-avatar-labeled-sublabel">{a}</span></td>'
+                       f'<td class="col-max-role"><span>{role}</span></td></tr>' for a,
+                       role in self.state["members"])
         h.send(at(500, 20, f"<table>{rows}</table>") + form("/byteblaze/dotfiles/-/project_members",
-                                                            box("account", 100, 100), button("Invite", 100, 200)))
+                                                            box("account", 100, 100), button("Invite", 100,
+                                                                                             200)))
 
     def post_members(self, h):
         self.state["members"].append((f"@{h.form['account']}", "Guest"))
@@ -318,8 +332,7 @@ class Web:
     def __init__(self, n: int, kinds, reset: bool):
         self.servers = [kind() for kind in kinds for _ in range(n)]
         reset = {"reset": "http://{host}:{port}/__reset"} if reset else {}
-        self.json = {k.site: {"address": [s.address for s in self.replicas(k.site)]} | (reset if k is not Map else {})
-                     for k in kinds}
+        self.json = {k.site: {"address": [s.address for s in self.replicas(k.site)]} | reset for k in kinds}
 
     def replicas(self, site: str) -> list[Server]:
         return [s for s in self.servers if s.site == site]

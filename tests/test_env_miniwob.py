@@ -67,7 +67,8 @@ def test_an_unfinished_episode_has_reward_0(env, session):
     session.open(task)
     session.page.click("#datepicker")
     assert not env.done(session)
-    assert env.judge(task, session, "some answer").reward == 0.0
+    verdict = env.judge(task, session, "some answer")
+    assert verdict.reward == 0.0 and "did not end" in verdict.reason
 
 
 def test_nothing_starts_a_second_episode(env, session):
@@ -75,6 +76,7 @@ def test_nothing_starts_a_second_episode(env, session):
     x, y = session.open(task).split("(")[1].rstrip(").").split(",")
     session.page.locator(f"circle[id='({y},{x})']").click()  # wrong
     session.page.mouse.click(80, 105)  # where MiniWoB++ offers its next episode
+    assert env.done(session)
     session.page.locator(f"circle[id='({x},{y})']").click()  # right, but too late
     assert env.done(session) and env.judge(task, session, "").reward == 0.0
 

@@ -1,5 +1,5 @@
-"""grpo_hier.update through the real policy: against a plain loop over samples, two processes against one, resumed
-runs against uninterrupted ones. Run as a program (by `two_ranks`), this file is one of two gloo ranks.
+"""grpo_hier.update through the real policy: against a plain loop over samples, two processes against one,
+a resumed run against an uninterrupted one. Run as a program (`two_ranks` does), it is one of two gloo ranks.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ import torch
 from conftest import png, request
 
 import grpo_hier
-from grpo_hier import (Batch, batches, credit, load_checkpoint, log_line, save_checkpoint, schedule, statistics,
-                       update)
+from grpo_hier import (Batch, batches, credit, load_checkpoint, log_line, save_checkpoint, schedule,
+                       statistics, update)
 from policy import Policy
 from rollout import Episode, Group, Plan, Step, Task, request_seed
 from runtime import World, process_group
@@ -138,7 +138,7 @@ def test_micro_batches_and_order_are_no_part_of_the_objective(make_policy, batch
 def test_samples_of_advantage_zero_are_not_run_and_change_no_bit(make_policy, batch, monkeypatch):
     policy, run = make_policy(), []
     logp = policy.logp
-    monkeypatch.setattr(policy, "logp", lambda samples, *a, **kw: run.extend(samples) or logp(samples, *a, **kw))
+    monkeypatch.setattr(policy, "logp", lambda samples, T, **k: run.extend(samples) or logp(samples, T, **k))
     with_zeros, stats = gradients(policy, batch, config())
     assert len(run) == 2 * stats["trained"] == 2 * 6
     without, _ = gradients(policy, chosen(batch, [i for i, a in enumerate(batch.adv) if a]), config())
@@ -158,10 +158,9 @@ def test_ratio_is_one_in_pass_1_with_dropout_configured(make_policy, batch):
 def test_each_role_has_its_own_temperature(make_policy, batch):
     for role in ROLES:
         policy = make_policy(role)
-        base, warmer_actor, warmer_decomposer = (
-            gradients(policy, batch, config(temperature_A=a, temperature_D=d, passes=1))[0][0]
-            for a, d in ((0.8, 0.8), (1.6, 0.8), (0.8, 1.6)))
-        mine, other = (warmer_actor, warmer_decomposer) if role == "actor" else (warmer_decomposer, warmer_actor)
+        base, warm_A, warm_D = (gradients(policy, batch, config(temperature_A=a, temperature_D=d))[0][0]
+                                for a, d in ((0.8, 0.8), (1.6, 0.8), (0.8, 1.6)))
+        mine, other = (warm_A, warm_D) if role == "actor" else (warm_D, warm_A)
         assert torch.equal(other, base) and (mine - base).abs().max() > 0.1 * base.abs().max()
 
 
@@ -202,7 +201,8 @@ def groups(policy, B, seed=0, K=2, M=3):
             for m in range(M):
                 samples = draw(policy, 1 + (b + plan.k + m) % 3, 1000 * b + 100 * plan.k + 10 * m)
                 reward = float(torch.randint(2, (), generator=dice)) if (b, plan.k, m) != (0, 1, 1) else None
-                group.episodes[-1].append(Episode(group, plan, m, 0, [Step(b"", s) for s in samples], reward=reward))
+                steps = [Step(b"", s) for s in samples]
+                group.episodes[-1].append(Episode(group, plan, m, 0, steps, reward=reward))
         out.append(group)
     return out
 
@@ -295,11 +295,11 @@ def two_ranks(policy, make_policy, tiny_model, tmp_path_factory):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-                        "PYTHONPATH": str(Path(grpo_hier.__file__).parent)}
-    command = [sys.executable, __file__, directory]
-    ranks = [subprocess.Popen(command, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True) for r in range(2)]
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(grpo_hier.__file__).parent)}
+    ranks = [subprocess.Popen([sys.executable, __file__, directory], text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, env=env | {"RANK": str(r), "LOCAL_RANK": str(r)})
+             for r in range(2)]
     alone = {}
     for name, (all_groups, cfg) in cases.items():
         pair = rebuild(tiny_model, directory)

@@ -125,7 +125,8 @@ def test_generation_leaves_nothing_behind_that_changes_log_probs(policy, samples
 @pytest.mark.parametrize("settings", [{}, {"dropout": 0.3, "checkpointing": True}])
 def test_sampler_log_probs_equal_recomputed_ones(make_policy, settings):
     policy = make_policy(**settings)
-    drawn = policy.sample([request(i, "x" * 7 * i, 0.8, 6 + i, png(i, (56, 56 + 28 * (i % 3)))) for i in range(6)])
+    images = [png(i, (56, 56 + 28 * (i % 3))) for i in range(6)]
+    drawn = policy.sample([request(i, "x" * 7 * i, 0.8, 6 + i, image) for i, image in enumerate(images)])
     assert any(len(s.response_ids) > 5 for s in drawn)
     assert_same(policy.logp(drawn, 0.8), [torch.tensor(s.logp) for s in drawn], 1e-5)
     assert_same([reference_logp(policy, s) for s in drawn], [torch.tensor(s.logp) for s in drawn], 1e-5)

@@ -1,4 +1,5 @@
-"""webarena_eval.py and webarena_rules.py: the golden table, helpers that are parsed and never run, faulty tasks."""
+"""webarena_eval.py and webarena_rules.py: the golden table, helpers that are parsed and never run, faulty
+tasks."""
 
 import json
 from decimal import Decimal
@@ -67,7 +68,8 @@ def run(rules, answer="", url=golden.HOME, pages=None, reply="no judge was expec
                 raise Unknown("the judge is away")
             return reply
         page = FakePage(url, **{k: v for k, v in pages.get(url, {}).items() if k != "down"})
-        out += SIGN[evaluate(rules, "the intent", answer, page, FakeBrowser(pages), judge, PROFILES[name]).value]
+        out += SIGN[evaluate(rules, "the intent", answer, page, FakeBrowser(pages), judge,
+                             PROFILES[name]).value]
     return out
 
 
@@ -126,10 +128,13 @@ def test_the_judge_is_asked_last_and_once_for_joined_references():
 
 
 def test_an_unknown_outcome_says_why():
-    rules = {"eval_types": ["program_html"], "program_html": [golden.target(golden.OTHER, "", must_include=["x"])]}
-    score = evaluate(rules, "", "", FakePage("u"), FakeBrowser({golden.OTHER: {"down": True}}), None, PROFILES["fixed"])
+    rules = {"eval_types": ["program_html"], "program_html": [golden.target(golden.OTHER, "",
+                                                                            must_include=["x"])]}
+    score = evaluate(rules, "", "", FakePage("u"), FakeBrowser({golden.OTHER: {"down": True}}), None,
+                     PROFILES["fixed"])
     assert score.value is None and "503" in score.reason
-    score = evaluate({"eval_types": ["looks_nice"]}, "", "", FakePage("u"), FakeBrowser({}), None, PROFILES["fixed"])
+    score = evaluate({"eval_types": ["looks_nice"]}, "", "", FakePage("u"), FakeBrowser({}), None,
+                     PROFILES["fixed"])
     assert score.value is None and "looks_nice" in score.reason
 
 
@@ -158,7 +163,8 @@ def test_a_helper_that_meets_another_reply_is_unknown():
 
 
 @pytest.mark.parametrize("rules, problem", [
-    ({}, "no evaluator"), ({"eval_types": []}, "no evaluator"), ({"eval_types": ["vqa"]}, "'vqa' is not one of"),
+    ({}, "no evaluator"), ({"eval_types": []}, "no evaluator"), ({"eval_types": ["vqa"]},
+                                                                 "'vqa' is not one of"),
     ({"eval_types": ["string_match"]}, "reference_answers has no rule"),
     ({"eval_types": ["string_match"], "reference_answers": {"looks_like": "x"}}, "'looks_like'"),
     ({"eval_types": ["string_match"], "reference_answers": {"must_include": []}}, "nothing to compare"),
@@ -166,9 +172,12 @@ def test_a_helper_that_meets_another_reply_is_unknown():
     ({"eval_types": ["url_match"], "reference_url": "u", "url_note": "ROUGHLY"}, "'ROUGHLY'"),
     ({"eval_types": ["program_html"]}, "without a target"),
     ({"eval_types": ["program_html"], "program_html": [{"url": "last"}]}, "lacks url or locator"),
-    ({"eval_types": ["program_html"], "program_html": [golden.target("last", "//a", exact_match="a")]}, "unknown form"),
-    ({"eval_types": ["program_html"], "program_html": [golden.target("func:get()", "", exact_match="a")]}, "none of"),
-    ({"eval_types": ["program_html"], "program_html": [golden.target("last", "")]}, "required_contents has no rule"),
+    ({"eval_types": ["program_html"], "program_html": [golden.target("last", "//a", exact_match="a")]},
+     "unknown form"),
+    ({"eval_types": ["program_html"], "program_html": [golden.target("func:get()", "", exact_match="a")]},
+     "none of"),
+    ({"eval_types": ["program_html"], "program_html": [golden.target("last", "")]},
+     "required_contents has no rule"),
 ])
 def test_faulty_tasks_are_found_before_an_episode(rules, problem):
     assert any(problem in p for p in problems(rules)), problems(rules)
@@ -176,17 +185,21 @@ def test_faulty_tasks_are_found_before_an_episode(rules, problem):
 
 def test_words_of_numbers_units_codes_and_dates():
     assert words("914km, 3h30min") == [Decimal(914), "km", Decimal(3), "h", Decimal(30), "min"]
-    assert words("B0738JQG6Q 16x24 2023-05-31 10:30 1.2.3") == ["b0738jqg6q", "16x24", "2023-05-31", "10:30", "1.2.3"]
+    assert words("B0738JQG6Q 16x24 2023-05-31 10:30 1.2.3") == ["b0738jqg6q", "16x24", "2023-05-31", "10:30",
+                                                                "1.2.3"]
     assert words("$1,234.50 (-2) 3-5 40.4,-79.9") == [Decimal(n) for n in "1234.50 -2 3 5 40.4 -79.9".split()]
-    assert words("can't Teofila\u2019s 65% A&B") == ["can't", "teofila", "s", Decimal(65), "%", "a", "and", "b"]
+    assert words("can't Teofila\u2019s 65% A&B") == ["can't", "teofila", "s", Decimal(65), "%", "a", "and",
+                                                     "b"]
 
 
 def test_tokens_are_nltks():
     """Recorded from nltk 3.10's word_tokenize with its English sentence model."""
     for text, expected in {
-            "12 reviews, 3/5 ($2.50). done.": ["12", "reviews", ",", "3/5", "(", "$", "2.50", ")", ".", "done", "."],
+            "12 reviews, 3/5 ($2.50). done.": ["12", "reviews", ",", "3/5", "(", "$", "2.50", ")", ".",
+                                               "done", "."],
             "there are 2. see below.": ["there", "are", "2.", "see", "below", "."],
-            "it's 5, not 15; can't be 1,234.": ["it", "'s", "5", ",", "not", "15", ";", "ca", "n't", "be", "1,234", "."],
+            "it's 5, not 15; can't be 1,234.": ["it", "'s", "5", ",", "not", "15", ";", "ca", "n't", "be",
+                                                "1,234", "."],
             "dr. who at 10:30 a.m. left": ["dr.", "who", "at", "10:30", "a.m.", "left"],
             "cannot open http://x/a?b=1": ["can", "not", "open", "http", ":", "//x/a", "?", "b=1"],
             "50% off... really?": ["50", "%", "off", "...", "really", "?"]}.items():

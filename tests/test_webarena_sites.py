@@ -32,7 +32,8 @@ def test_every_form_of_an_entry(tmp_path):
                    "account": {"username": "u", "password": "p"}},
         "map": {"address": "http://a:4"},
         "shopping_admin": {"address": ["http://a:5/admin", "http://b:5/admin"], "reset": ["r1", "r2"]}}))
-    assert sites["shopping"].replicas == (Replica("shopping", "http://a:1", ""),) and sites["wikipedia"] is None
+    assert sites["shopping"].replicas == (Replica("shopping", "http://a:1", ""),
+                                          ) and sites["wikipedia"] is None
     assert [r.address for r in sites["gitlab"].replicas] == ["http://a:2", "http://b:2"]
     assert [r.reset for r in sites["reddit"].replicas] == ["make {port}"] * 2
     assert sites["reddit"].accounts == {"reddit": ("u", "p")}
@@ -46,10 +47,13 @@ def test_scalecuas_own_file_is_read():
 
 
 @pytest.mark.parametrize("thing, message", [
-    ("{", "give a JSON object"), ([], "not a JSON object"), ({"shop": "http://a"}, "no site is called 'shop'"),
+    ("{", "give a JSON object"), ([], "not a JSON object"), ({"shop": "http://a"},
+                                                             "no site is called 'shop'"),
     ({"reddit": "a:9999"}, "'a:9999' is no address"), ({"reddit": []}, "needs an address"),
-    ({"reddit": ["http://a", 7]}, "7 is no address"), ({"reddit": {"adress": "http://a"}}, "unknown keys adress"),
-    ({"reddit": {"address": ["http://a", "http://b"], "reset": ["x", "y", "z"]}}, "one reset or one per address"),
+    ({"reddit": ["http://a", 7]}, "7 is no address"), ({"reddit": {"adress": "http://a"}},
+                                                       "unknown keys adress"),
+    ({"reddit": {"address": ["http://a", "http://b"], "reset": ["x", "y", "z"]}},
+     "one reset or one per address"),
     ({"reddit": {"address": "http://a", "account": {"user": "u"}}}, "needs username and password")])
 def test_a_faulty_file_is_one_clear_error(thing, message, tmp_path):
     with pytest.raises(UserError, match=message):
@@ -186,7 +190,8 @@ def test_closing_ends_the_wait(tmp_path):
 
 
 def test_a_reset_command_gets_the_replicas_address_and_its_failure_is_told(tmp_path):
-    replica = Replica("reddit", "http://h:9999", f"{sys.executable} -c 'import sys; open(sys.argv[1], \"w\")' "
+    replica = Replica("reddit", "http://h:9999",
+                      f"{sys.executable} -c 'import sys; open(sys.argv[1], \"w\")' "
                                                  f"{tmp_path}/{{host}}.{{port}}")
     reset(replica, 30)
     assert (tmp_path / "h.9999").exists()
