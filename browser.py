@@ -45,7 +45,7 @@ SETTLED = """([quiet, bound]) => new Promise(done => {
     && [...document.images].every(image => image.complete || image.loading === 'lazy');
   const look = () => {
     if (!changed && here() && performance.now() - last >= quiet)
-      end(document.querySelector('canvas, video') ? 'pixels' : 'still');
+      end([...document.querySelectorAll('canvas, video')].some(e => e.getClientRects().length) ? 'pixels' : 'still');
     else { changed = false; requestAnimationFrame(look); } };
   requestAnimationFrame(look); })"""
 ENDLESS = {"eventsource", "websocket", "media", "ping"}   # requests that nobody waits for
@@ -313,8 +313,8 @@ class Session(Chromium):
         from playwright.sync_api import Error, TimeoutError
         quiet = 0.0 if self.env.quick else self.cfg.quiet
         try:
-            return page.wait_for_function(SETTLED, arg=[quiet * 1000, seconds * 1000],
-                                          timeout=seconds * 1000 + 200).json_value()
+            return str(page.wait_for_function(SETTLED, arg=[quiet * 1000, seconds * 1000],
+                                              timeout=seconds * 1000 + 200))    # a handle, which shows its text
         except TimeoutError:
             return "stuck"
         except Error as e:

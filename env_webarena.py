@@ -16,11 +16,12 @@ benchmark's own.
 PAPER-GAP 18: an episode leases a replica of each site it needs, a task that changes state (program_html)
 alone, others together; a reset runs before each state-changing episode, and before a reader that would find
 its changes. Rewards: once, after the episode, in tabs of their own, by `profile` and by each of `also`
-(webarena_rules.py)."""
+(webarena_rules.py).
+"""
 
 import contextlib
+import functools
 import json
-import re
 import sys
 import tempfile
 import threading
@@ -36,8 +37,7 @@ from runtime import UserError, launch
 from webarena_eval import ScriptError, evaluate, needs_judge
 from webarena_rules import PROFILES, Unknown
 from webarena_sites import (ACCOUNTS, READ_ONLY, Lease, Leases, Replica, SiteError, check_address, fetch,
-                            load_sites,
-                            log_in, on_form, reset)
+                            load_sites, log_in, on_form, reset)
 from webarena_tasks import (apply_patch, bind, changes_state, members_of, read_split, read_tasks, sites_of,
                             starts_of, task_problems, to_placeholders)
 
@@ -106,8 +106,11 @@ class WebArena(Environment):
         if bad:
             more = f" (and {len(bad) - 1} more; env_webarena.py check lists them)" if len(bad) > 1 else ""
             raise UserError(f"{label}: {bad[0]}{more}")
-        if not self.judge_model and (judged := sum(needs_judge(t["eval"]) for t in there)):
-            raise UserError(f"{label}: {judged} of {len(there)} tasks need a judge; name it: --judge_model")
+        if judged := sum(needs_judge(t["eval"]) for t in there):
+            if self.judge_model is None:
+                raise UserError(f"{label}: {judged} of {len(there)} tasks need a judge; name --judge_model")
+            getattr(self.judge_model, "client",
+                    None)       # a key that is missing is an error now, not at the end
         return [self._task(t, label) for t in there]
 
     def _task(self, task: dict, label: str) -> Task:
@@ -306,10 +309,15 @@ class Tabs:
 
 # ------------------------------------------------------------------------------------------------------ start
 class Judge:
-    """The judge model behind an OpenAI-compatible server; Unknown where it gives no answer."""
+    """The judge model behind an OpenAI-compatible server, asked for once a task needs it (`make_client`
+    demands the key); Unknown where it gives no answer."""
 
-    def __init__(self, client: Client, prompts):
-        self.client, self.prompts = client, prompts
+    def __init__(self, make_client, prompts):
+        self.make_client, self.prompts = make_client, prompts
+
+    @functools.cached_property
+    def client(self) -> Client:
+        return self.make_client()
 
     def __call__(self, kind: str, question: str, reference: str, answer: str) -> str:
         system, user = getattr(self.prompts, f"judge_{kind}")(question, reference, answer)
@@ -326,11 +334,10 @@ def make(cfg) -> WebArena:
     """The environment of a stage's Config (rollout.RolloutConfig); without a judge_model there is no judge.
     """
     get = vars(cfg).get
-    judge = None
-    if get("judge_model"):
-        client = Client(get("judge_model"), get("judge_base_url", ""), get("judge_api", "responses"),
-                        retries=4, cache_dir=get("judge_cache", ""))
-        judge = Judge(client, load_prompts(get("prompts", "")))
+    judge = Judge(lambda: Client(get("judge_model"), get("judge_base_url", ""), get("judge_api", "responses"),
+                                 retries=4, cache_dir=get("judge_cache", "")), load_prompts(get("prompts",
+                                                                                                "")))
+    judge = judge if get("judge_model") else None
     return WebArena(cfg.tasks, cfg.sites, get("profile", "fixed"), get("also", ""), judge, get("auth", ""),
                     get("leases", ""), get("patch", ""))
 

@@ -248,7 +248,7 @@ def update(policy: Policy, optimizer, batch: Batch, B: int, cfg: Config, world) 
             if cfg.beta > 0:
                 kl_NT = kl(logp_NT, pad([logp_ref[i] for i in part])[0])
                 term_NT = term_NT - cfg.beta * kl_NT
-                sums[3] += float((kl_NT * mask_NT).sum())
+                sums[3] += float((kl_NT.detach() * mask_NT).sum())
             loss = role_loss(policy.role, term_NT, mask_NT, T_N, B, cfg)
             loss.backward()
             # the clip is active where it takes the gradient away: r > 1+ε with A > 0, r < 1-ε with A < 0

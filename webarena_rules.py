@@ -114,7 +114,7 @@ def tokens(text: str) -> list[str]:
     no sentence ends at an initial, an abbreviation, or a number with a word behind it."""
     def stop(m):
         stem, closing, rest = m[1], m[2], text[m.end():].lstrip()
-        bare = re.split(r"[\s(\[{<\"`]", stem)[-1].rsplit("-", 1)[-1]
+        bare = re.split(r"[\s()\[\]{}<\"`:;@*!?']", stem)[-1].rsplit("-", 1)[-1]
         inner = (re.fullmatch(r"[-.,\d]+", bare) and not closing and rest[:1].isalpha()
                  or len(bare) == 1 and bare.isalpha())
         ends = not rest or not (inner or bare in ABBREVIATIONS)

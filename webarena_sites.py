@@ -6,7 +6,8 @@ kernel frees when a process dies, so they hold between threads, ranks and runs o
 folder, of several). Beside each lock lie the count of leases so far and whether a writer has been there since
 the last reset.
 
-Passwords stay in here: no error text, log or episode contains one."""
+Passwords stay in here: no error text, log or episode contains one.
+"""
 
 import contextlib
 import fcntl

@@ -2,7 +2,8 @@
 
 Read as published: WebArena's 812 (and its older examples), VisualAgentBench's 165, ScaleCUA's 154 (UTF-8 or
 GBK, raw or with addresses filled in), WebAgent-R1's 647 in both versions. A task keeps the published keys;
-null, {} and "" all mean nothing, and must_include is a list."""
+null, {} and "" all mean nothing, and must_include is a list.
+"""
 
 import contextlib
 import json

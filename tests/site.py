@@ -3,8 +3,9 @@
     with local_sites(replicas=2) as web:    # web.json: a sites.json; web.replicas("reddit"): the live servers
 
 Every server keeps its own state, which pages and REST calls change; GET /__reset makes it as new, and
-`web.resets` counts that. What an agent needs stands at fixed places, so that scripts can click and type without
+`web.resets` counts that. What an agent needs stands at fixed places: scripts click and type without
 looking. Accounts are webarena_sites.ACCOUNTS. get_x and post_x answer the paths of the route x.
+`task` and `html_target` write tasks for it.
 """
 
 import contextlib
@@ -17,6 +18,24 @@ import threading
 from urllib.parse import parse_qsl, urlsplit
 
 from webarena_sites import ACCOUNTS
+
+
+def written(path, thing) -> str:
+    """A JSON file; its path."""
+    path.write_text(json.dumps(thing))
+    return str(path)
+
+
+def task(task_id, intent, kind, start, sites, state="", **rules):
+    """A task as WebArena's files have it; `rules` goes into its `eval`."""
+    rules = {"eval_types": kind if isinstance(kind, list) else [kind], "reference_answers": None,
+             "reference_url": "", "program_html": []} | rules
+    return {"task_id": task_id, "intent": intent, "start_url": start, "sites": sites, "eval": rules,
+            "storage_state": state or f"./.auth/{sites[0]}_state.json"}
+
+
+def html_target(url, locator, **contents):
+    return [{"url": url, "locator": locator, "required_contents": contents}]
 
 
 def at(x: int, y: int, body: str) -> str:

@@ -191,17 +191,16 @@ def test_nothing_to_learn_is_a_step_with_a_zero_gradient(make_policy, batch):
 # ---------------------------------------------------------------------------- episodes -> both roles' updates
 def groups(policy, B, seed=0, K=2, M=3):
     """B tasks with K plans of M episodes of 1-3 steps, with real samples; one episode is lost."""
-    dice = torch.Generator().manual_seed(seed)
-    out = []
+    dice, out = torch.Generator().manual_seed(seed), []
+    drawn = iter(draw(policy, B * K * (1 + 3 * M), 100 * seed))
     for b in range(B):
         group = Group(Task(f"task{b}", "site"))
-        group.plans = [Plan(k, sample=s) for k, s in enumerate(draw(policy, K, 100 * b + 10))]
+        group.plans = [Plan(k, sample=next(drawn)) for k in range(K)]
         for plan in group.plans:
             group.episodes.append([])
             for m in range(M):
-                samples = draw(policy, 1 + (b + plan.k + m) % 3, 1000 * b + 100 * plan.k + 10 * m)
                 reward = float(torch.randint(2, (), generator=dice)) if (b, plan.k, m) != (0, 1, 1) else None
-                steps = [Step(b"", s) for s in samples]
+                steps = [Step(b"", next(drawn)) for _ in range(1 + (b + plan.k + m) % 3)]
                 group.episodes[-1].append(Episode(group, plan, m, 0, steps, reward=reward))
         out.append(group)
     return out
@@ -229,8 +228,9 @@ def test_one_step_moves_the_trained_role_and_nothing_else(make_policy, policy):
     before = weights(policies)
     frozen = {(r, n): p.detach().clone() for r, q in policies.items() for n, p in q.peft.named_parameters()
               if ".lora_" not in n}
-    *_, adv_A, adv_D = credit(groups(policy, 2, seed=4), config())
-    data = batches(groups(policy, 2, seed=4), adv_A, adv_D)
+    g = groups(policy, 2, seed=4)
+    *_, adv_A, adv_D = credit(g, config())
+    data = batches(g, adv_A, adv_D)
     assert any(data["actor"].adv) and any(data["decomposer"].adv)
     for trained in ROLES:
         start = weights(policies)
@@ -305,7 +305,7 @@ def two_ranks(policy, make_policy, tiny_model, tmp_path_factory):
         pair = rebuild(tiny_model, directory)
         alone[name] = learn(pair, adam(pair), all_groups, len(all_groups), cfg), weights(pair)
     for rank in ranks:
-        out, _ = rank.communicate(timeout=300)
+        out, _ = rank.communicate(timeout=600)
         assert rank.returncode == 0, out[-3000:]
     return torch.load(directory / "out.pt", weights_only=False), alone
 

@@ -1,5 +1,6 @@
 """webarena_eval.py and webarena_rules.py: the golden table, helpers that are parsed and never run, faulty
-tasks."""
+tasks.
+"""
 
 import json
 from decimal import Decimal
