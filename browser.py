@@ -44,8 +44,8 @@ SETTLED = """([quiet, bound]) => new Promise(done => {
   const here = () => document.readyState === 'complete' && document.fonts.status === 'loaded'
     && [...document.images].every(image => image.complete || image.loading === 'lazy');
   const look = () => {
-    if (!changed && here() && performance.now() - last >= quiet)
-      end([...document.querySelectorAll('canvas, video')].some(e => e.getClientRects().length) ? 'pixels' : 'still');
+    const shown = [...document.querySelectorAll('canvas, video')].some(e => e.getClientRects().length);
+    if (!changed && here() && performance.now() - last >= quiet) end(shown ? 'pixels' : 'still');
     else { changed = false; requestAnimationFrame(look); } };
   requestAnimationFrame(look); })"""
 ENDLESS = {"eventsource", "websocket", "media", "ping"}   # requests that nobody waits for
@@ -313,8 +313,8 @@ class Session(Chromium):
         from playwright.sync_api import Error, TimeoutError
         quiet = 0.0 if self.env.quick else self.cfg.quiet
         try:
-            return str(page.wait_for_function(SETTLED, arg=[quiet * 1000, seconds * 1000],
-                                              timeout=seconds * 1000 + 200))    # a handle, which shows its text
+            return str(page.wait_for_function(   # a handle, which shows its text
+                SETTLED, arg=[quiet * 1000, seconds * 1000], timeout=seconds * 1000 + 200))
         except TimeoutError:
             return "stuck"
         except Error as e:

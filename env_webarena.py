@@ -22,6 +22,7 @@ its changes. Rewards: once, after the episode, in tabs of their own, by `profile
 import contextlib
 import functools
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -81,7 +82,8 @@ class WebArena(Environment):
             raise UserError(f"no evaluator profile is called {unknown[0]!r}; there are {', '.join(PROFILES)}")
         self.source, self.patch, self.judge_model, self.auth = tasks, patch, judge, auth
         self.sites = load_sites(sites)
-        self.leases = Leases(leases or Path(tempfile.gettempdir()) / "webarena-leases", lease_timeout)
+        own = Path(tempfile.gettempdir()) / f"webarena-leases-{os.getuid()}"
+        self.leases = Leases(leases or own, lease_timeout)
         self.reset_timeout = reset_timeout
         self.log = log or (lambda text: print(text, file=sys.stderr))
         self.visits: dict[int, Visit] = {}          # by session; each is touched by its session's thread only

@@ -12,6 +12,7 @@ AutoProcessor (it needs torchvision): `encode` and `batch` make the inputs, `mm_
 """
 
 import io
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -302,7 +303,7 @@ class Policy:
         self.peft.peft_config[self.role].save_pretrained(directory)
 
     def load(self, directory) -> None:
-        """Read an adapter written by `save`; every tensor must be there and none more, else UserError."""
+        """Read an adapter written by `save`; UserError unless it has the same tensors, r and α."""
         from peft import set_peft_model_state_dict
         from safetensors.torch import load_file
         file = Path(directory) / "adapter_model.safetensors"
@@ -314,4 +315,9 @@ class Policy:
         if mine != set(state):
             raise UserError(f"adapter {directory} does not fit: {len(mine ^ set(state))} tensors differ "
                             f"by name; it was made for another base or another set of layers")
+        saved = json.loads((file.parent / "adapter_config.json").read_text())
+        own = self.peft.peft_config[self.role]
+        if (saved["r"], saved["lora_alpha"]) != (own.r, own.lora_alpha):
+            raise UserError(f"adapter {directory} does not fit: it was trained with r {saved['r']} and α "
+                            f"{saved['lora_alpha']}; give --lora_r and --lora_alpha to match")
         set_peft_model_state_dict(self.peft, state, adapter_name=self.role)

@@ -76,7 +76,7 @@ def parse_args(Config, argv=None, program=None, stage=None, commands=()):
     args = vars(parser.parse_args(argv))
     values = {}
     for preset in args.pop("preset"):
-        values |= read_preset(preset, stage or Path(inspect.getfile(Config)).stem)
+        values |= read_preset(preset, stage or Path(inspect.getfile(Config)).stem, args)
     values |= {k: v for k, v in args.items() if v is not None}
     known = {f.name for f in dataclasses.fields(Config)}
     if unknown := sorted(set(values) - known):
@@ -90,13 +90,17 @@ def parse_args(Config, argv=None, program=None, stage=None, commands=()):
                                        if isinstance(v, str) and "{" in v})
 
 
-def read_preset(name: str, stage: str) -> dict:
-    """The table `[stage]` of a preset file."""
+def read_preset(name: str, stage: str, flags: dict) -> dict:
+    """The table `[stage]` of a preset file; `[stage.FIELD.VALUE]` adds to it where the flag FIELD is VALUE."""
     path = Path(name) if name.endswith(".toml") else ROOT / "demo" / f"{name}.toml"
     if not path.is_file():
         raise UserError(f"preset {name}: no file {path}; name a TOML file or one of "
                         f"{', '.join(sorted(p.stem for p in (ROOT / 'demo').glob('*.toml')))}")
-    return tomllib.loads(path.read_text()).get(stage, {})
+    table = tomllib.loads(path.read_text()).get(stage, {})
+    special = {k: table.pop(k) for k in [k for k, v in table.items() if isinstance(v, dict)]}
+    for field, by_value in special.items():
+        table |= by_value.get(flags.get(field), {})
+    return table
 
 
 def field_comments(Config) -> dict[str, str]:

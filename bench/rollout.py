@@ -1,17 +1,18 @@
 """Environment steps per second of the rollout pool, beside a bare Playwright loop and beside BrowserGym.
 
-    python bench/rollout.py                       # 3 minutes on two idle cores; the last line is one JSON object
+    python bench/rollout.py              # 3 minutes on two idle cores; the last line is one JSON object
 
-All three play the same scripted episodes of MiniWoB++: open the task, then `steps` times a screenshot and a click, at
-places that end no episode, then the verdict. `bare` is the floor: the calls alone, with no wait, no bound and no
-recovery. BrowserGym's MiniWoB++ environment runs at its fastest setting, `pre_observation_delay` 0, in processes (its
-drivers cannot share one), in a virtual environment of its own under the user's cache folder, since it pins another
-Playwright; where it cannot be installed, its ratio is null and `why` says so. The systems take turns, `rounds`
-times, because a machine's speed drifts; ratios are those of the medians.
+All play the same scripted episodes of MiniWoB++: open the task, then `steps` times a screenshot and a
+click, at places that end no episode, then a last screenshot and the verdict; a task is also opened once for
+the planner's first look. `bare` is the floor: the calls alone, with no wait, no bound and no recovery.
+BrowserGym's MiniWoB++ environment runs at its fastest setting, `pre_observation_delay` 0, in processes (its
+drivers cannot share one), in a virtual environment of its own under the user's cache folder, since it pins
+another Playwright; where it cannot be installed, its ratio is null and `why` says so. The systems take
+turns, `rounds` times, because a machine's speed drifts; ratios are those of the medians.
 
     vs_bare, vs_browsergym   steps per second, ratios
-    browser, settle, model, idle   shares of the pool's thread time: in browser calls, of which waiting for pages; waiting
-                             for answers; without a job
+    browser, settle, model, idle   shares of the pool's thread time: browser calls; of those, waits for pages;
+                             waits for answers; without a job
     mb_per_browser           memory of a browser's and its driver's processes, without what they share
 """
 
@@ -37,8 +38,10 @@ from rollout import Pool, RolloutConfig  # noqa: E402
 from runtime import launch  # noqa: E402
 
 CLICKS = {  # page: places of which no click ends the episode
-    "use-spinner": [(146, 72), (146, 81), (60, 160)], "choose-date-easy": [(80, 75), (20, 190), (80, 75)],
-    "click-tab": [(30, 170), (100, 180), (60, 190)]}
+    "use-spinner": [(146, 72), (146, 81), (60, 160)],
+    "choose-date-easy": [(80, 75), (20, 190), (80, 75)],
+    "click-tab": [(30, 170), (100, 180), (60, 190)],
+}
 
 
 @dataclass
@@ -55,7 +58,7 @@ def click_at(page: str, step: int) -> tuple[int, int]:
     return CLICKS[page][step % len(CLICKS[page])]
 
 
-# --------------------------------------------------------------------------------------------------------- the pool
+# --------------------------------------------------------------------------------------------------- the pool
 class Prompts:
     def actor(self, instruction, history, plan):
         return instruction, str(len(history))
@@ -88,17 +91,21 @@ def run_pool(pool: Pool, tasks: list, M: int, turn: int) -> float:
     start = time.monotonic()
     groups = list(pool.run(tasks, 1, M, turn, {"actor": answer}, use_plan=False))
     found = [e for g in groups for row in g.episodes for e in row]
-    assert all(e.status == "max_steps" for e in found), [e.error for e in found if e.status != "max_steps"][:1]
+    assert all(e.status == "max_steps" for e in found), [e.error for e in found if e.status != "max_steps"][
+        :1
+    ]
     return sum(len(e.steps) for e in found) / (time.monotonic() - start)
 
 
 def own_memory(pid: int) -> int:
     process = psutil.Process(pid)
-    return sum(p.memory_info().rss - getattr(p.memory_info(), "shared", 0)
-               for p in [process, *process.children(recursive=True)])
+    return sum(
+        p.memory_info().rss - getattr(p.memory_info(), "shared", 0)
+        for p in [process, *process.children(recursive=True)]
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ the floor
+# -------------------------------------------------------------------------------------------------- the floor
 class Bare(threading.Thread):
     """A thread with a browser that plays what it is told to."""
 
@@ -110,17 +117,23 @@ class Bare(threading.Thread):
 
     def run(self):
         from playwright.sync_api import sync_playwright
+
         with sync_playwright() as p:
             args = CHROMIUM_ARGS + (["--no-sandbox"] if os.geteuid() == 0 else [])
             browser = p.chromium.launch(executable_path=chromium(), args=args)
             page = browser.new_page(viewport={"width": self.env.width, "height": self.env.height})
-            session = SimpleNamespace(page=page, goto=lambda url: page.goto(url, wait_until="domcontentloaded"))
+            session = SimpleNamespace(
+                page=page, goto=lambda url: page.goto(url, wait_until="domcontentloaded")
+            )
             while True:
                 self.ready.release()
                 self.turns.acquire()
                 if self.tasks is None:
                     break
-                for task in self.tasks:
+                for task, m in self.tasks:
+                    if m == 0:
+                        self.env.open(task, session)
+                        page.screenshot()
                     self.env.open(task, session)
                     for step in range(self.cfg.steps):
                         page.screenshot()
@@ -135,22 +148,22 @@ class Bare(threading.Thread):
 def run_bare(threads: list, tasks: list) -> float:
     start, before = time.monotonic(), sum(t.steps for t in threads)
     for i, t in enumerate(threads):
-        t.tasks = tasks[i::len(threads)]
+        t.tasks = tasks[i :: len(threads)]
         t.turns.release()
     for t in threads:
         t.ready.acquire()
     return (sum(t.steps for t in threads) - before) / (time.monotonic() - start)
 
 
-# ------------------------------------------------------------------------------------------------------- BrowserGym
-WORKER = '''
+# ------------------------------------------------------------------------------------------------- BrowserGym
+WORKER = """
 import sys, time, json, importlib
 import gymnasium as gym, browsergym.miniwob
 from browsergym.core.action.highlevel import HighLevelActionSet
 clicks, episodes, steps = json.loads(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 mapping = HighLevelActionSet(subsets=["coord"]).to_python_code
-environments = {page: gym.make("browsergym/miniwob." + page, action_mapping=mapping, pre_observation_delay=0.0)
-                for page in clicks}
+environments = {page: gym.make("browsergym/miniwob." + page, action_mapping=mapping,
+                               pre_observation_delay=0.0) for page in clicks}
 print("ready", flush=True)
 for line in sys.stdin:
     done = 0
@@ -163,17 +176,21 @@ for line in sys.stdin:
             env.step(f"mouse_click({x}, {y})")
             done += 1
     print(done, flush=True)
-'''
+"""
 
 
 def gym_python() -> Path:
-    """The interpreter of BrowserGym's own virtual environment, made if need be. RuntimeError says why there is none."""
+    """The interpreter of BrowserGym's virtual environment, made if need be; RuntimeError where not."""
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jhima-webrl" / "browsergym"
     python = home / "bin" / "python"
     if not (home / "complete").exists():
         venv.create(home, with_pip=True, clear=True)
-        done = subprocess.run([python, "-m", "pip", "install", "-q", "browsergym-miniwob==0.14.3", "setuptools<81"],
-                              capture_output=True, text=True, timeout=900)
+        done = subprocess.run(
+            [python, "-m", "pip", "install", "-q", "browsergym-miniwob==0.14.3", "setuptools<81"],
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
         if done.returncode:
             raise RuntimeError(f"it cannot be installed: {done.stderr.strip().splitlines()[-1][:200]}")
         (home / "complete").write_text("")
@@ -181,17 +198,28 @@ def gym_python() -> Path:
 
 
 def start_gym(cfg: Config, env) -> list:
-    """Its processes, ready. It wants its Playwright's own Chromium: a link from there to the system's does as well."""
+    """Its processes, ready. It wants its Playwright's own Chromium; a link to the system's does as well."""
     python = gym_python()
-    code = "from playwright.sync_api import sync_playwright as s\nwith s() as p: print(p.chromium.executable_path)"
-    wanted = Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+    code = "from playwright.sync_api import sync_playwright as s\nwith s() as p:"
+    code += " print(p.chromium.executable_path)"
+    wanted = Path(
+        subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    )
     if not wanted.exists() and chromium():
         wanted.parent.mkdir(parents=True, exist_ok=True)
         wanted.symlink_to(chromium())
     share = -(-cfg.browsergym_episodes // cfg.threads)
-    workers = [subprocess.Popen([python, "-c", WORKER, json.dumps(CLICKS), str(share), str(cfg.steps)], text=True,
-                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                env=os.environ | {"MINIWOB_URL": f"{env.base}/miniwob/"}) for _ in range(cfg.threads)]
+    workers = [
+        subprocess.Popen(
+            [python, "-c", WORKER, json.dumps(CLICKS), str(share), str(cfg.steps)],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"MINIWOB_URL": f"{env.base}/miniwob/"},
+        )
+        for _ in range(cfg.threads)
+    ]
     for worker in workers:
         if worker.stdout.readline().strip() != "ready":
             for w in workers:
@@ -217,8 +245,8 @@ def main(cfg: Config) -> None:
     html_root()
     env = MiniWob(",".join(CLICKS), instances=cfg.episodes)
     settings = RolloutConfig(threads=cfg.threads, max_steps=cfg.steps, coordinates="page")
-    M = 6                                         # episodes per task, so that the first look at it costs as in training
-    tasks = env.tasks("train")[:cfg.episodes]
+    M = 6  # episodes per task, so that the first look at it costs as in training
+    tasks = env.tasks("train")[: cfg.episodes]
     speeds, why, workers = {"pool": [], "bare": [], "browsergym": []}, "", []
     floor = [Bare(env, cfg) for _ in range(cfg.threads)]
     for thread in floor:
@@ -231,21 +259,28 @@ def main(cfg: Config) -> None:
                 workers = start_gym(cfg, env)
             except (RuntimeError, subprocess.SubprocessError, OSError) as e:
                 why = str(e)
-        run_pool(pool, tasks[:cfg.threads], 2, -1)   # every browser is up and has the pages in its cache
-        run_bare(floor, tasks[:2 * cfg.threads])
+        run_pool(pool, tasks[: cfg.threads], 2, -1)  # every browser is up and has the pages in its cache
+        run_bare(floor, [(task, 0) for task in tasks[: 2 * cfg.threads]])
         for session in pool.sessions:
             session.spent.clear()
         seconds = 0.0
         for turn in range(cfg.rounds):
             start = time.monotonic()
-            speeds["pool"].append(run_pool(pool, tasks[:cfg.episodes // M], M, turn))
+            speeds["pool"].append(run_pool(pool, tasks[: cfg.episodes // M], M, turn))
             seconds += time.monotonic() - start
-            speeds["bare"].append(run_bare(floor, tasks))
+            speeds["bare"].append(
+                run_bare(floor, [(task, m) for task in tasks[: cfg.episodes // M] for m in range(M)])
+            )
             if workers:
                 speeds["browsergym"].append(run_gym(workers))
-            print("  ".join(f"{name} {row[-1]:.1f} steps/s" for name, row in speeds.items() if row), flush=True)
-        spent = {k: sum(s.spent[k] for s in pool.sessions) / (seconds * cfg.threads) for k in ("busy", "model", "settle")}
-        memory = statistics.median(own_memory(s.driver.pid) for s in pool.sessions if s.driver) / 2 ** 20
+            print(
+                "  ".join(f"{name} {row[-1]:.1f} steps/s" for name, row in speeds.items() if row), flush=True
+            )
+        spent = {
+            k: sum(s.spent[k] for s in pool.sessions) / (seconds * cfg.threads)
+            for k in ("busy", "model", "settle")
+        }
+        memory = statistics.median(own_memory(s.driver.pid) for s in pool.sessions if s.driver) / 2**20
     for thread in floor:
         thread.tasks = None
         thread.turns.release()
@@ -255,13 +290,22 @@ def main(cfg: Config) -> None:
         worker.wait(30)
     env.close()
     middle = {name: statistics.median(row) for name, row in speeds.items() if row}
-    print(json.dumps({
-        "vs_bare": round(middle["pool"] / middle["bare"], 3),
-        "vs_browsergym": round(middle["pool"] / middle["browsergym"], 2) if workers else None,
-        **({} if workers else {"why": why or "left out by --browsergym false"}),
-        **{f"{name}_steps_per_s": round(value, 1) for name, value in middle.items()}, "threads": cfg.threads,
-        "browser": round(spent["busy"] - spent["model"], 3), "settle": round(spent["settle"], 3),
-        "model": round(spent["model"], 3), "idle": round(1 - spent["busy"], 3), "mb_per_browser": round(memory)}))
+    print(
+        json.dumps(
+            {
+                "vs_bare": round(middle["pool"] / middle["bare"], 3),
+                "vs_browsergym": round(middle["pool"] / middle["browsergym"], 2) if workers else None,
+                **({} if workers else {"why": why or "left out by --browsergym false"}),
+                **{f"{name}_steps_per_s": round(value, 1) for name, value in middle.items()},
+                "threads": cfg.threads,
+                "browser": round(spent["busy"] - spent["model"], 3),
+                "settle": round(spent["settle"], 3),
+                "model": round(spent["model"], 3),
+                "idle": round(1 - spent["busy"], 3),
+                "mb_per_browser": round(memory),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

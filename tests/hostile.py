@@ -25,14 +25,15 @@ class Scenario:
     """`page`: path of the start page, or a whole address. `script`: the agent's answers. `status`, `fault`:
     of the episode; `retried`: kinds of the attempts before. `told`: what some line of the history must
     hold."""
+
     page: str
     script: tuple = (CLICK, END)
     status: str = "success"
     fault: str = ""
     retried: tuple = ()
     told: str = ""
-    throw: str = ""                                          # whose process open() kills
-    times: int = 1                                           # how many attempts are hit
+    throw: str = ""  # whose process open() kills
+    times: int = 1  # how many attempts are hit
 
 
 PLACE = "position: absolute; left: 20px; top: 40px; width: 120px; height: 40px"
@@ -40,8 +41,10 @@ PLACE = "position: absolute; left: 20px; top: 40px; width: 120px; height: 40px"
 
 def body(script: str, more: str = "") -> str:
     """A page with one button, whose click runs `script`; `done()` in it is what the agent wants to reach."""
-    return ("<!doctype html><title>page</title><script>function done() { document.title = 'done' }</script>"
-            f"<button style='{PLACE}' onclick=\"{script}\">go</button>{more}")
+    return (
+        "<!doctype html><title>page</title><script>function done() { document.title = 'done' }</script>"
+        f"<button style='{PLACE}' onclick=\"{script}\">go</button>{more}"
+    )
 
 
 PAGES = {
@@ -51,13 +54,16 @@ PAGES = {
     "/prompt": body("if (prompt('your name', 'none') === 'none') done()"),
     "/alert-late": body("setTimeout(() => { alert('too late'); done() }, 250)"),
     "/alert-at-start": "<script>alert('hello there')</script>" + body("done()"),
-    "/beforeunload": body("location = '/arrived'",
-                          "<script>onbeforeunload = event => event.preventDefault()</script>"),
+    "/beforeunload": body(
+        "location = '/arrived'", "<script>onbeforeunload = event => event.preventDefault()</script>"
+    ),
     "/print": body("print(); done()"),
     "/file": body("document.querySelector('input').click(); done()", "<input type=file hidden>"),
     "/auth-link": body("location = '/auth'"),
-    "/permission": body("Promise.all([Notification.requestPermission(), new Promise(next => "
-                        "navigator.geolocation.getCurrentPosition(next, next))]).then(done)"),
+    "/permission": body(
+        "Promise.all([Notification.requestPermission(), new Promise(next => "
+        "navigator.geolocation.getCurrentPosition(next, next))]).then(done)"
+    ),
     "/popup": body("window.open('/child'); done()"),
     "/tab": body("done()", f"<a href=/arrived target=_blank style='{PLACE}; background: red'>tab</a>"),
     "/child-closes": body("window.open('/closing'); window.addEventListener('message', done)"),
@@ -75,39 +81,52 @@ PAGES = {
     "/long-poll": body("fetch('/never'); setTimeout(done, 10)"),
     "/long-poll-again": body("fetch('/never?' + Math.random())"),
     "/ticker": body("setInterval(() => document.body.append('.'), 5); done()"),
-    "/canvas": body("done()", "<canvas></canvas><script>"
-                    "const c = document.querySelector('canvas').getContext('2d');"
-                    "setInterval(() => { c.fillStyle = '#' + Math.random().toString(16).slice(2, 8);"
-                    "c.fillRect(0, 0, 50, 50) }, 5)</script>"),
-    "/font": body("done()", "<style>@font-face { font-family: f; src: url(/never) }"
-                            "* { font-family: f }</style>"),
+    "/canvas": body(
+        "done()",
+        "<canvas></canvas><script>"
+        "const c = document.querySelector('canvas').getContext('2d');"
+        "setInterval(() => { c.fillStyle = '#' + Math.random().toString(16).slice(2, 8);"
+        "c.fillRect(0, 0, 50, 50) }, 5)</script>",
+    ),
+    "/font": body(
+        "done()", "<style>@font-face { font-family: f; src: url(/never) }* { font-family: f }</style>"
+    ),
     "/image": body("done()", "<img src=/never>"),
     "/slow-link": body("location = '/slow'"),
     "/dead-link": body("location = '/never'"),
     "/dies-on-click": body("location = '/dead'"),
     "/busy": body("for (;;);"),
     "/busy-later": body("setTimeout(() => { for (;;); }, 50)"),
-    "/hog": body("const all = []; setInterval(() => { for (let i = 0; i < 40; i++)"
-                 " all.push(new Uint8Array(1e6).fill(1)) }, 20)"),
-    "/hover": body("", "<style>button:hover { background: red }</style><script>shifted = false;"
-                   "onkeydown = event => { shifted = event.shiftKey }</script>"),
+    "/hog": body(
+        "const all = []; setInterval(() => { for (let i = 0; i < 40; i++)"
+        " all.push(new Uint8Array(1e6).fill(1)) }, 20)"
+    ),
+    "/hover": body(
+        "",
+        "<style>button:hover { background: red }</style><script>shifted = false;"
+        "onkeydown = event => { shifted = event.shiftKey }</script>",
+    ),
     "/arrived": body("", "<script>done()</script>"),
-    "/kept": body("document.title = localStorage.getItem('x') || document.cookie ? 'kept' : 'done';"
-                  "localStorage.setItem('x', 1); document.cookie = 'x=1'"),
+    "/kept": body(
+        "document.title = localStorage.getItem('x') || document.cookie ? 'kept' : 'done';"
+        "localStorage.setItem('x', 1); document.cookie = 'x=1'"
+    ),
 }
 SCENARIOS = {
-    "ok": Scenario("/ok"), "kept": Scenario("/kept"),
+    "ok": Scenario("/ok"),
+    "kept": Scenario("/kept"),
     "alert": Scenario("/alert", told="alert dialog said: mind the gap"),
     "confirm": Scenario("/confirm", told="confirm dialog said: are you sure"),
     "prompt": Scenario("/prompt", told="prompt dialog said: your name"),
     "alert-late": Scenario("/alert-late", (CLICK, "wait(seconds=0.5)", END), told="said: too late"),
     "alert-at-start": Scenario("/alert-at-start", told="said: hello there"),
     "beforeunload": Scenario("/beforeunload", told="beforeunload dialog"),
-    "print": Scenario("/print"), "file": Scenario("/file", told="asked for a file"),
+    "print": Scenario("/print"),
+    "file": Scenario("/file", told="asked for a file"),
     "auth-link": Scenario("/auth-link", (CLICK, END), status="failure", told="AUTH"),
     "auth": Scenario("/auth", status="infra", fault="auth", retried=("auth",)),
     "permission": Scenario("/permission"),
-    "popup": Scenario("/popup", (CLICK, CLICK, END)),        # the 2nd in the window, and closes it
+    "popup": Scenario("/popup", (CLICK, CLICK, END)),  # the 2nd in the window, and closes it
     "tab": Scenario("/tab"),
     "child-closes": Scenario("/child-closes", (CLICK, "wait(seconds=0.4)", END)),
     "closes-itself": Scenario("/child", (CLICK, END), status="failure"),
@@ -119,21 +138,24 @@ SCENARIOS = {
     "foreign": Scenario("/foreign", status="failure", told=STRANGE),
     "foreign-port": Scenario("/foreign-port", status="failure", told=STRANGE),
     "foreign-tab": Scenario("/foreign-tab", status="failure", told=STRANGE),
-    "foreign-url": Scenario("/ok", ("open_url(url='http://elsewhere.invalid/')", CLICK, END),
-                            told=STRANGE),
+    "foreign-url": Scenario("/ok", ("open_url(url='http://elsewhere.invalid/')", CLICK, END), told=STRANGE),
     "file-url": Scenario("/ok", ("open_url(url='file:///etc/passwd')", CLICK, END), told=STRANGE),
     "chrome-url": Scenario("/ok", ("open_url(url='chrome://crash')", CLICK, END), told=STRANGE),
     "data-url": Scenario("/ok", ("open_url(url='data:text/html,x')", CLICK, END), told=STRANGE),
-    "file-scheme": Scenario("/file-scheme"), "long-poll": Scenario("/long-poll"),
-    "ticker": Scenario("/ticker"), "canvas": Scenario("/canvas"),
-    "font": Scenario("/font"), "image": Scenario("/image"),
+    "file-scheme": Scenario("/file-scheme"),
+    "long-poll": Scenario("/long-poll"),
+    "ticker": Scenario("/ticker"),
+    "canvas": Scenario("/canvas"),
+    "font": Scenario("/font"),
+    "image": Scenario("/image"),
     "slow-link": Scenario("/slow-link"),
     "dead-link": Scenario("/dead-link", status="failure", told="was stopped"),
     "dies-on-click": Scenario("/dies-on-click", status="infra", fault="connection", retried=("connection",)),
     "busy": Scenario("/busy", status="infra", fault="hung", retried=("hung",)),
     "busy-later": Scenario("/busy-later", status="infra", fault="hung", retried=("hung",)),
-    "hog": Scenario("/hog", (CLICK, *("wait(seconds=2)",) * 5), status="infra", fault="memory",
-                    retried=("memory",)),
+    "hog": Scenario(
+        "/hog", (CLICK, *("wait(seconds=2)",) * 5), status="infra", fault="memory", retried=("memory",)
+    ),
     "no-answer": Scenario("/never", status="infra", fault="timeout", retried=("timeout",)),
     "5xx": Scenario("/500", status="infra", fault="http_5xx", retried=("http_5xx",)),
     "5xx-once": Scenario("/500-once", retried=("http_5xx",)),
@@ -143,8 +165,9 @@ SCENARIOS = {
     "renderer-killed": Scenario("/ok", throw="renderer", retried=("crash",)),
     "browser-killed": Scenario("/ok", throw="browser", retried=("browser_gone",)),
     "driver-killed": Scenario("/ok", throw="driver", retried=("driver_gone",)),
-    "always-killed": Scenario("/ok", throw="browser", times=9, status="infra", fault="browser_gone",
-                              retried=("browser_gone",)),
+    "always-killed": Scenario(
+        "/ok", throw="browser", times=9, status="infra", fault="browser_gone", retried=("browser_gone",)
+    ),
 }
 
 
@@ -186,8 +209,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         else:
             if path == "/slow":
                 self.server.over.wait(0.6)
-            self.send(self.server.texts.get("/arrived" if path == "/slow" else path, "nothing here"),
-                      200 if path in self.server.texts or path == "/slow" else 404)
+            self.send(
+                self.server.texts.get("/arrived" if path == "/slow" else path, "nothing here"),
+                200 if path in self.server.texts or path == "/slow" else 404,
+            )
 
     def send(self, text, status=200, headers=None):
         data = text.encode()
@@ -202,6 +227,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 class Hostile(Environment):
     """Tasks are scenarios; an episode's `seed` tells one from another, so that a fault can be thrown once in
     each."""
+
     name = "hostile"
     width, height = 320, 240
 
@@ -215,6 +241,7 @@ class Hostile(Environment):
             for name, port in ports.items():
                 text = text.replace(name, str(port))
             return text
+
         self.scenarios = {name: (s, filled(s.page)) for name, s in SCENARIOS.items()}
         self.server.texts = {path: filled(text) for path, text in PAGES.items()}
         self.other.texts = {"/": "another site"}
@@ -260,7 +287,7 @@ def hit(session, what: str) -> None:
                 p.kill()
     else:
         (session.process if what == "browser" else session.driver).kill()
-    threading.Event().wait(0.2)                              # until everybody has noticed
+    threading.Event().wait(0.2)  # until everybody has noticed
 
 
 class Prompts:
@@ -285,7 +312,7 @@ def act(requests):
 
 
 def outcome(episode) -> str:
-    """"" where the scenario came out as it must, else what was wrong."""
+    """ "" where the scenario came out as it must, else what was wrong."""
     want = SCENARIOS[episode.group.task.site]
     got = (episode.status, episode.fault, tuple(episode.retried))
     told, name = " / ".join(step.line for step in episode.steps), episode.group.task.id

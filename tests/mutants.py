@@ -274,6 +274,10 @@ policy.py: any adapter name accepted
 - if role in n.split(".")]
 + if False]
 
+policy.py: adapter of another scale accepted
+- if (saved["r"], saved["lora_alpha"]) != (own.r, own.lora_alpha):
++ if saved["r"] != own.r:
+
 policy.py: adapter that does not fit accepted
 -         if mine != set(state):
 +         if False:

@@ -1,4 +1,4 @@
-"""Browsers in real Chromium: each fault, what is waited for and for how long, confinement, isolation, nothing left."""
+"""Browsers in real Chromium: each fault, what is waited for and how long, confinement, isolation, the end."""
 
 import io
 import os
@@ -20,8 +20,17 @@ from chromium import FAULTS, SITE, Chromium, Watchdog
 from rollout import Pool, RolloutConfig
 from runtime import UserError
 
-SETTINGS = {"retries": 1, "coordinates": "page", "max_steps": 6, "call_timeout": 2.5, "settle": 1.0, "retry_wait": 0.0,
-            "memory": 500.0, "deadline": 60.0, "open_timeout": 20.0}
+SETTINGS = {
+    "retries": 1,
+    "coordinates": "page",
+    "max_steps": 6,
+    "call_timeout": 2.5,
+    "settle": 1.0,
+    "retry_wait": 0.0,
+    "memory": 500.0,
+    "deadline": 60.0,
+    "open_timeout": 20.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +51,14 @@ def session(site):
 def outcomes(site):
     """Every scenario once, in one pool."""
     with Pool(site, Prompts(), RolloutConfig(threads=3, **SETTINGS)) as pool:
-        groups = list(pool.run([site.task(name) for name in SCENARIOS], 1, 1, 0, {"actor": act}, use_plan=False))
+        groups = list(
+            pool.run([site.task(name) for name in SCENARIOS], 1, 1, 0, {"actor": act}, use_plan=False)
+        )
     return {group.task.site: outcome(group.episodes[0][0]) for group in groups}
 
 
 def in_a_session(site, work, **settings):
-    """work(session) with settings of its own, in a thread of its own: Playwright has one driver per thread."""
+    """work(session), in a thread of its own, since Playwright has one driver per thread."""
     failed = []
 
     def run():
@@ -58,6 +69,7 @@ def in_a_session(site, work, **settings):
             failed.append(e)
         finally:
             session.stop()
+
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
@@ -87,7 +99,7 @@ def test_each_thing_that_pages_and_browsers_do(outcomes, name):
     assert outcomes[name] == ""
 
 
-# ---------------------------------------------------------------------------------------------- what is waited for
+# ----------------------------------------------------------------------------------------- what is waited for
 def test_a_navigation_that_an_action_started_is_waited_for(session):
     for _ in range(3):
         start(session, "/slow-link")
@@ -109,7 +121,7 @@ def test_what_never_ends_costs_the_longest_wait_once(session):
         start(session, page)
         click(session)
         _, seconds = click(session)
-        assert seconds < 0.9, page                            # settle is 1.0
+        assert seconds < 0.9, page  # settle is 1.0
 
 
 def test_a_hung_navigation_is_stopped_and_told(session):
@@ -124,13 +136,16 @@ def test_the_fixed_wait_waits_and_does_not_look(site):
         start(session, "/slow-link")
         _, seconds = click(session)
         assert seconds >= 0.1 and session.page.url.endswith("/slow-link?0")  # it has looked too early
+
     in_a_session(site, work, fixed_wait=0.1)
 
 
-# -------------------------------------------------------------------------------------------------------- the picture
-FADING = "<style>@keyframes k { from { opacity: 0 } to { opacity: 1 } } div { width: 200px; height: 200px;" \
-         " background: red; opacity: 0; animation: k 5s 5s forwards; } p { animation: k 1s infinite }</style>" \
-         "<div></div><p>text</p><input autofocus>"
+# ------------------------------------------------------------------------------------------------ the picture
+FADING = (
+    "<style>@keyframes k { from { opacity: 0 } to { opacity: 1 } } div { width: 200px; height: 200px;"
+    " background: red; opacity: 0; animation: k 5s 5s forwards; } p { animation: k 1s infinite }</style>"
+    "<div></div><p>text</p><input autofocus>"
+)
 
 
 def test_animations_are_over_and_two_looks_are_the_same(session):
@@ -148,18 +163,29 @@ def test_a_screenshot_leaves_the_scale_of_the_page_alone(site, monkeypatch):
         start(session, "/ok")
         assert Image.open(io.BytesIO(session.screenshot())).size == (640, 480)
         assert session.page.evaluate("devicePixelRatio") == 2
+
     monkeypatch.setattr(site, "scale", 2.0)
     in_a_session(site, work)
 
 
-# ------------------------------------------------------------------------------------------ confinement and isolation
+# ---------------------------------------------------------------------------------- confinement and isolation
 def test_only_the_tasks_own_origins_may_be_visited(session):
     start(session, "/ok")
     base = session.env.base
-    for url, allowed in ((base, True), (f"{base}/x?y#z", True), (f"blob:{base}/1-2", True), ("about:blank", True),
-                         (base.replace("http", "https"), False), (f"{base}1", False), ("file:///etc/passwd", False),
-                         ("chrome://version", False), ("data:text/html,x", False), ("http://localhost", False),
-                         (f"http://127.0.0.1@evil.example:{base[-4:]}/", False), ("javascript:alert(1)", False)):
+    for url, allowed in (
+        (base, True),
+        (f"{base}/x?y#z", True),
+        (f"blob:{base}/1-2", True),
+        ("about:blank", True),
+        (base.replace("http", "https"), False),
+        (f"{base}1", False),
+        ("file:///etc/passwd", False),
+        ("chrome://version", False),
+        ("data:text/html,x", False),
+        ("http://localhost", False),
+        (f"http://127.0.0.1@evil.example:{base[-4:]}/", False),
+        ("javascript:alert(1)", False),
+    ):
         assert session.may_visit(url) == allowed, url
     with pytest.raises(UserError, match="extra_origins"):
         session.goto("http://elsewhere.invalid/")
@@ -172,6 +198,7 @@ def test_a_setting_names_further_origins(site):
         start(session, "/foreign-port")
         notes, _ = click(session)
         assert session.page.url == f"{other}/" and not notes
+
     in_a_session(site, work, extra_origins=f"{other}/, http://x.example")
 
 
@@ -179,7 +206,7 @@ def test_a_fresh_context_knows_nothing_of_the_one_before(session):
     for _ in range(2):
         start(session, "/kept")
         click(session)
-        assert session.page.title() == "done"                # it was "kept" with the cookie or storage of the other
+        assert session.page.title() == "done"  # else "kept"
 
 
 def test_a_context_that_is_used_again_looks_like_a_new_one(site, monkeypatch):
@@ -187,33 +214,50 @@ def test_a_context_that_is_used_again_looks_like_a_new_one(site, monkeypatch):
         start(session, "/hover")
         first = session.screenshot()
         click(session, "<action>keyDown(key='shift')\nmoveTo(x=60, y=60)</action>")
-        assert session.screenshot() != first                 # the page shows the mouse and the key
+        assert session.screenshot() != first  # the page shows the mouse and the key
         session.page.evaluate("window.open('/child')")
         start(session, "/hover")
         assert session.screenshot() == first and len(session.context.pages) == 1
         assert session.page.evaluate("history.length") == 1  # nowhere to go back to
         click(session, "press(keys='a')")
         assert session.page.evaluate("shifted") is False
+
     monkeypatch.setattr(site, "fresh_context", False)
     in_a_session(site, work)
 
 
 def test_secrets_are_masked_wherever_they_are():
-    line = {"error": "login as me with hunter2hunter2 failed", "steps": [{"text": "write('hunter2hunter2')"}], "n": 1}
+    line = {
+        "error": "login as me with hunter2hunter2 failed",
+        "steps": [{"text": "write('hunter2hunter2')"}],
+        "n": 1,
+    }
     assert "hunter2" not in str(redact(line, {"hunter2", "hunter2hunter2"})) and redact(line, set()) == line
     assert redact({"site": "map"}, {"map"}) == {"site": "map"}  # too short to be a secret
 
 
-# --------------------------------------------------------------------------------------------- bounds and processes
-@pytest.mark.parametrize("text, kind", [
-    ("Page.goto: net::ERR_CONNECTION_REFUSED at http://x/", "refused"), ("<urlopen error [Errno 111] Connection refused>",
-     "refused"), ("Page.goto: net::ERR_NAME_NOT_RESOLVED at http://x/", "dns"), ("net::ERR_CERT_AUTHORITY_INVALID", "tls"),
-    ("net::ERR_SSL_PROTOCOL_ERROR", "tls"), ("net::ERR_TOO_MANY_REDIRECTS", "redirects"),
-    ("net::ERR_INVALID_AUTH_CREDENTIALS", "auth"), ("Page.goto: Download is starting", "download"),
-    ("http://x/ answers 503", "http_5xx"), ("Page.goto: Timeout 15000ms exceeded.", "timeout"),
-    ("net::ERR_EMPTY_RESPONSE", "connection"), ("[Errno 104] Connection reset by peer", "connection"),
-    ("Page.evaluate: Target crashed", "crash"), ("Playwright connection closed", "driver_gone"),
-    ("Target page, context or browser has been closed", "page_gone"), ("something else", "browser")])
+# --------------------------------------------------------------------------------------- bounds and processes
+@pytest.mark.parametrize(
+    "text, kind",
+    [
+        ("Page.goto: net::ERR_CONNECTION_REFUSED at http://x/", "refused"),
+        ("<urlopen error [Errno 111] Connection refused>", "refused"),
+        ("Page.goto: net::ERR_NAME_NOT_RESOLVED at http://x/", "dns"),
+        ("net::ERR_CERT_AUTHORITY_INVALID", "tls"),
+        ("net::ERR_SSL_PROTOCOL_ERROR", "tls"),
+        ("net::ERR_TOO_MANY_REDIRECTS", "redirects"),
+        ("net::ERR_INVALID_AUTH_CREDENTIALS", "auth"),
+        ("Page.goto: Download is starting", "download"),
+        ("http://x/ answers 503", "http_5xx"),
+        ("Page.goto: Timeout 15000ms exceeded.", "timeout"),
+        ("net::ERR_EMPTY_RESPONSE", "connection"),
+        ("[Errno 104] Connection reset by peer", "connection"),
+        ("Page.evaluate: Target crashed", "crash"),
+        ("Playwright connection closed", "driver_gone"),
+        ("Target page, context or browser has been closed", "page_gone"),
+        ("something else", "browser"),
+    ],
+)
 def test_a_fault_has_a_kind(text, kind):
     assert Chromium(Watchdog(100)).fault(ConnectionError(text)) == kind
     assert SITE <= {k for _, k in FAULTS}
@@ -228,8 +272,9 @@ def test_a_hung_browser_is_ended_and_no_other_one(site, session):
         with pytest.raises(Error) as e, hung.bound(1.0):
             hung.page.evaluate("for (;;);")
         assert hung.fault(e.value) == "hung"
-        start(hung, "/ok")                                   # the same session works again
+        start(hung, "/ok")  # the same session works again
         assert hung.page.title() == "page"
+
     in_a_session(site, work)
     assert ours == {p.pid for p in [session.process, *session.process.children(recursive=True)]}
     click(session)
@@ -247,7 +292,7 @@ def test_a_pause_moves_both_bounds():
             time.sleep(0.05)
         assert 0.05 <= browser.due - due < 1 and 0.05 <= browser.deadline - deadline < 1
         with browser.bound(1e6):
-            assert browser.due < due + 1                     # an inner bound never widens the outer one
+            assert browser.due < due + 1  # an inner bound never widens the outer one
     assert browser.due == float("inf")
 
 
@@ -258,6 +303,7 @@ def test_a_browser_is_replaced_after_so_many_tasks(site):
             start(session, "/ok")
             pids.append(session.process.pid)
         assert pids[0] == pids[1] != pids[2] and not psutil.pid_exists(pids[0])
+
     in_a_session(site, work, recycle=2)
 
 
@@ -278,7 +324,9 @@ def test_nothing_is_left_after_kill_9(tmp_path):
     root = Path(__file__).resolve().parent
     code = KILLED.format(path=[str(root), str(root.parent)], settings=SETTINGS | {"call_timeout": 30.0})
     code = code.replace("'coordinates': 'page', ", "")
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)})
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
     child.stdout.readline()
     until, tree = time.monotonic() + 40, []
     while time.monotonic() < until and sum("--type=renderer" in " ".join(command(p)) for p in tree) < 2:

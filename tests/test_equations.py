@@ -414,10 +414,11 @@ def test_eq_5_eq_9_reach_the_samples_they_belong_to():
 def test_equations_change_none_of_their_inputs():
     draw = lambda *shape: torch.rand(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     R, S, lp, old, mask = draw(2, 3, 4), draw(2, 3), -draw(3, 5), -2 * draw(3, 5), (draw(3, 5) > 0.3).double()
-    for function, *args in ((advantage_A, R, R > 0.2, True), (advantage_D, S, S > 0.2, True), (plan_return, R, R > 0.1),
-                            (ratio, lp, old), (clipped, lp.exp(), old[:, 0], 0.2), (kl, lp, old),
-                            (loss_A, lp, mask, 1, 3, 4, 5), (loss_A_printed, lp, mask, t([1, 2, 3]), 1, 3, 4),
-                            (loss_D, lp, mask, 1, 3, 5), (loss_D_printed, lp, mask, 1, 3), (loss_sft, lp[0], 5)):
+    for function, *args in (
+            (advantage_A, R, R > 0.2, True), (advantage_D, S, S > 0.2, True), (plan_return, R, R > 0.2),
+            (ratio, lp, old), (clipped, lp.exp(), old[:, 0], 0.2), (kl, lp, old), (loss_sft, lp[0], 5),
+            (loss_A, lp, mask, 1, 3, 4, 5), (loss_A_printed, lp, mask, t([1, 2, 3]), 1, 3, 4),
+            (loss_D, lp, mask, 1, 3, 5), (loss_D_printed, lp, mask, 1, 3)):
         before = copy.deepcopy(args)
         function(*args)
         assert all(torch.equal(a, b) for a, b in zip(args, before) if isinstance(a, torch.Tensor)), function.__name__

@@ -314,6 +314,13 @@ def test_an_adapter_that_does_not_fit_is_refused(make_policy, tmp_path, change):
         policy.load(tmp_path)
 
 
+@pytest.mark.parametrize("settings", [{"r": 8}, {"alpha": 64}])
+def test_an_adapter_of_another_rank_or_scale_is_refused(make_policy, tmp_path, settings):
+    make_policy().save(tmp_path)
+    with pytest.raises(UserError, match="r 4 and α 8"):
+        make_policy(**settings).load(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["mlp", "visual", "language_model", "q_proj", "lm_head"])
 def test_adapter_names_that_are_module_names_are_refused(tiny_model, name):
     with pytest.raises(UserError, match=name):

@@ -13,10 +13,27 @@ from hostile import CLICK, END, Hostile, Prompts, act
 import actions
 import rollout
 from env_miniwob import MiniWob
-from rollout import EpisodeLog, Pool, RolloutConfig, Verdict, fault_counts, history_line, read_plan, request_seed
+from rollout import (
+    EpisodeLog,
+    Pool,
+    RolloutConfig,
+    Verdict,
+    fault_counts,
+    history_line,
+    read_plan,
+    request_seed,
+)
 
-SETTINGS = {"threads": 2, "retries": 1, "coordinates": "page", "max_steps": 4, "call_timeout": 4.0, "settle": 1.0,
-            "retry_wait": 0.0, "open_timeout": 30.0}
+SETTINGS = {
+    "threads": 2,
+    "retries": 1,
+    "coordinates": "page",
+    "max_steps": 4,
+    "call_timeout": 4.0,
+    "settle": 1.0,
+    "retry_wait": 0.0,
+    "open_timeout": 30.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +64,7 @@ def episodes(groups):
     return [e for g in groups for row in g.episodes for e in row]
 
 
-# ------------------------------------------------------------------------------------------------------- determinism
+# ------------------------------------------------------------------------------------------------ determinism
 class Scribes(Prompts):
     """Prompts in which everything stands that an episode could depend on."""
 
@@ -60,16 +77,42 @@ def by_chance(requests):
     out = []
     for r in requests:
         h = hashlib.sha256(repr((r.seed, r.user, hashlib.sha256(r.png).hexdigest())).encode()).digest()
-        calls = [f"click(x={h[0] % 160}, y={50 + h[1] % 160})", "press(keys='tab')", "go_backward()", "keyDown(key='shift')",
-                 f"moveTo(x={h[2] % 160}, y={h[3] % 160})", "terminate(status='success')"]
-        out.append(sample(f"1. go: {h[4]}" if r.role == "decomposer" else calls[h[5] % 7 if h[5] % 7 < 6 else 0]))
+        calls = [
+            f"click(x={h[0] % 160}, y={50 + h[1] % 160})",
+            "press(keys='tab')",
+            "go_backward()",
+            "keyDown(key='shift')",
+            f"moveTo(x={h[2] % 160}, y={h[3] % 160})",
+            "terminate(status='success')",
+        ]
+        out.append(
+            sample(f"1. go: {h[4]}" if r.role == "decomposer" else calls[h[5] % 7 if h[5] % 7 < 6 else 0])
+        )
     return out
 
 
 def told(groups):
-    return [(g.task.id, g.instruction, hashlib.sha256(g.png).hexdigest(), [p.text for p in g.plans],
-             [(e.seed, e.status, e.reward, e.reason, e.answer, [(s.line, hashlib.sha256(s.png).hexdigest()) for s in e.steps])
-              for row in g.episodes for e in row]) for g in groups]
+    return [
+        (
+            g.task.id,
+            g.instruction,
+            hashlib.sha256(g.png).hexdigest(),
+            [p.text for p in g.plans],
+            [
+                (
+                    e.seed,
+                    e.status,
+                    e.reward,
+                    e.reason,
+                    e.answer,
+                    [(s.line, hashlib.sha256(s.png).hexdigest()) for s in e.steps],
+                )
+                for row in g.episodes
+                for e in row
+            ],
+        )
+        for g in groups
+    ]
 
 
 def test_the_same_episodes_with_one_thread_and_with_four():
@@ -83,7 +126,7 @@ def test_the_same_episodes_with_one_thread_and_with_four():
     env.close()
     assert results[0] == results[1]
     lines = [line for _, _, _, _, es in results[0] for e in es for line, _ in e[-1]]
-    assert len(set(lines)) > 10                               # the agents have done many different things
+    assert len(set(lines)) > 10  # the agents have done many different things
 
 
 def test_all_draws_of_a_task_have_seeds_of_their_own_and_ranks_do_not_matter(site):
@@ -92,6 +135,7 @@ def test_all_draws_of_a_task_have_seeds_of_their_own_and_ranks_do_not_matter(sit
     def model(requests):
         seen.extend((r.user, r.seed, r.temperature, r.max_new_tokens) for r in requests)
         return [sample("1. go: on" if r.role == "decomposer" else END) for r in requests]
+
     models = {"decomposer": model, "actor": model}
     tasks = [site.task("ok", i) for i in range(2)]
     play(site, tasks[:1], models, K=3, M=7, use_plan=True, threads=3)
@@ -101,7 +145,7 @@ def test_all_draws_of_a_task_have_seeds_of_their_own_and_ranks_do_not_matter(sit
     both = sorted(seen)
     assert len({s for _, s, *_ in both}) == 2 * (1 + 2)
     seen.clear()
-    for rank in range(2):                                     # two ranks, half of the tasks each
+    for rank in range(2):  # two ranks, half of the tasks each
         play(site, tasks[rank::2], models, K=1, M=2, use_plan=True, threads=1)
     assert sorted(seen) == both
     seen.clear()
@@ -111,21 +155,28 @@ def test_all_draws_of_a_task_have_seeds_of_their_own_and_ranks_do_not_matter(sit
 
 def test_a_seed_depends_on_every_part():
     assert request_seed(0, "a", 1) == request_seed(0, "a", 1)
-    seeds = {request_seed(*key) for key in ((0, "a", 1), (0, "a", 2), (0, "b", 1), (1, "a", 1), (0, "a"), ("0", "a", 1))}
-    assert len(seeds) == 6 and all(0 <= s < 2 ** 63 for s in seeds)
+    seeds = {
+        request_seed(*key)
+        for key in ((0, "a", 1), (0, "a", 2), (0, "b", 1), (1, "a", 1), (0, "a"), ("0", "a", 1))
+    }
+    assert len(seeds) == 6 and all(0 <= s < 2**63 for s in seeds)
 
 
-# ------------------------------------------------------------------------------------------------ how an episode ends
-@pytest.mark.parametrize("texts, status, steps, answer", [
-    ((CLICK,), "success", 1, ""),                             # the page says that it is over
-    (("wait(seconds=0)",), "max_steps", 4, ""),
-    ((END,), "failure", 1, ""),
-    (("response(answer='42')",), "failure", 1, "42"),         # PAPER-GAP 13
-    (("what?",), "unparsable", 3, ""),                        # PAPER-GAP 12
-    (("what?", "what?", "wait(seconds=0)", "what?"), "max_steps", 4, ""),
-    (("click(x=1, y=1)\nresponse(answer='a')\nclick(x=60, y=60)",), "failure", 1, "a")])
+# ---------------------------------------------------------------------------------------- how an episode ends
+@pytest.mark.parametrize(
+    "texts, status, steps, answer",
+    [
+        ((CLICK,), "success", 1, ""),  # the page says that it is over
+        (("wait(seconds=0)",), "max_steps", 4, ""),
+        ((END,), "failure", 1, ""),
+        (("response(answer='42')",), "failure", 1, "42"),  # PAPER-GAP 13
+        (("what?",), "unparsable", 3, ""),  # PAPER-GAP 12
+        (("what?", "what?", "wait(seconds=0)", "what?"), "max_steps", 4, ""),
+        (("click(x=1, y=1)\nresponse(answer='a')\nclick(x=60, y=60)",), "failure", 1, "a"),
+    ],
+)
 def test_how_an_episode_ends(site, texts, status, steps, answer):
-    episode, = episodes(play(site, [site.task("ok")], {"actor": says(*texts)}, threads=1))
+    (episode,) = episodes(play(site, [site.task("ok")], {"actor": says(*texts)}, threads=1))
     assert (episode.status, len(episode.steps), episode.answer) == (status, steps, answer), episode.error
     assert episode.reward == float(status == "success") and episode.fault == "" and episode.final_png
 
@@ -133,7 +184,9 @@ def test_how_an_episode_ends(site, texts, status, steps, answer):
 def test_a_history_line_tells_what_was_done_and_what_came_of_it():
     action = actions.parse("<operation>Open  the\nmenu</operation><action>click(x=1, y=2)</action>")
     assert history_line(action, "", []) == "Open the menu"
-    assert history_line(actions.parse(CLICK), "no", ["an alert"]) == "click(x=60, y=60) | failed: no | an alert"
+    assert (
+        history_line(actions.parse(CLICK), "no", ["an alert"]) == "click(x=60, y=60) | failed: no | an alert"
+    )
     assert history_line(actions.parse("?"), "no action", []).startswith("(unreadable answer) | failed:")
     assert len(history_line(actions.parse(CLICK), "x" * 900, [])) == 500
 
@@ -146,21 +199,22 @@ def test_a_plan_that_cannot_be_read_is_passed_on_clipped():
 
 
 def test_without_a_plan_there_is_no_decomposer_and_K_counts_as_one(site):
-    group, = play(site, [site.task("ok")], {"actor": act}, K=3, M=2, use_plan=False)
+    (group,) = play(site, [site.task("ok")], {"actor": act}, K=3, M=2, use_plan=False)
     assert len(group.plans) == 1 and group.plans[0].text == "" and [len(row) for row in group.episodes] == [2]
 
 
 def test_a_verdict_that_is_not_known_is_infra(site, monkeypatch):
     monkeypatch.setattr(site, "judge", lambda *_: Verdict(None, "the judge is out"))
-    episode, = episodes(play(site, [site.task("ok")], {"actor": act}))
+    (episode,) = episodes(play(site, [site.task("ok")], {"actor": act}))
     assert (episode.status, episode.reward, episode.fault) == ("infra", None, "verdict")
     assert fault_counts([episode]) == {"infra_verdict": 1}
 
 
-# --------------------------------------------------------------------------------------------- faults, bounds, the end
+# ------------------------------------------------------------------------------------ faults, bounds, the end
 def test_a_bug_is_not_weather(site, monkeypatch):
     def judge(task, session, answer):
         raise KeyError("a mistake in the environment")
+
     monkeypatch.setattr(site, "judge", judge)
     with pytest.raises(KeyError, match="a mistake"):
         play(site, [site.task("ok", i) for i in range(3)], {"actor": act})
@@ -170,6 +224,7 @@ def test_a_bug_is_not_weather(site, monkeypatch):
 def test_an_error_of_the_model_ends_the_run_and_all_browsers(site):
     def broken(requests):
         raise RuntimeError("out of memory")
+
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="out of memory"):
         play(site, [site.task("ok", i) for i in range(4)], {"actor": broken})
@@ -180,22 +235,27 @@ def test_an_episode_beyond_its_deadline_is_cut_and_not_run_again(site):
     def slow(requests):
         threading.Event().wait(3.5)
         return act(requests)
-    cut, = episodes(play(site, [site.task("ok")], {"actor": slow}, deadline=3.0, threads=1))
+
+    (cut,) = episodes(play(site, [site.task("ok")], {"actor": slow}, deadline=3.0, threads=1))
     assert (cut.status, cut.fault, cut.retried, cut.reward) == ("infra", "deadline", [], None)
     assert fault_counts([cut]) == {"infra_deadline": 1}
 
 
 def test_a_deadline_also_cuts_an_episode_that_is_stuck_in_its_page(site):
-    hung, = episodes(play(site, [site.task("busy")], {"actor": act}, deadline=6.0, call_timeout=30.0, threads=1))
+    (hung,) = episodes(
+        play(site, [site.task("busy")], {"actor": act}, deadline=6.0, call_timeout=30.0, threads=1)
+    )
     assert (hung.status, hung.fault) == ("infra", "deadline") and hung.seconds < 15
 
 
 def test_close_takes_no_longer_than_15_seconds_whatever_the_pages_do(site):
     pool = Pool(site, Prompts(), RolloutConfig(**SETTINGS | {"call_timeout": 60.0, "threads": 3}))
-    busy = pool.run([site.task("busy"), site.task("busy-later"), site.task("no-answer")], 1, 1, 0, {"actor": act}, False)
+    busy = pool.run(
+        [site.task("busy"), site.task("busy-later"), site.task("no-answer")], 1, 1, 0, {"actor": act}, False
+    )
     waiter = threading.Thread(target=lambda: list(busy), daemon=True)
     waiter.start()
-    waiter.join(8.0)                                          # all three are where nothing goes on
+    waiter.join(8.0)  # all three are where nothing goes on
     assert waiter.is_alive()
     start = time.monotonic()
     pool.close()
@@ -207,31 +267,44 @@ def test_close_takes_no_longer_than_15_seconds_whatever_the_pages_do(site):
 
 def test_the_environment_is_left_after_every_attempt(site, monkeypatch):
     left = []
-    monkeypatch.setattr(site, "leave", lambda session: left.append(session) or {"order": len(left)}, raising=False)
-    one, = episodes(play(site, [site.task("5xx-once", 7)], {"actor": act}))
+    monkeypatch.setattr(
+        site, "leave", lambda session: left.append(session) or {"order": len(left)}, raising=False
+    )
+    (one,) = episodes(play(site, [site.task("5xx-once", 7)], {"actor": act}))
     assert one.retried == ["http_5xx"] and len(left) == 3 and one.details == {"order": 3}
     assert fault_counts([one, one]) == {"retried_http_5xx": 2}
 
 
-# --------------------------------------------------------------------------------------------------------- the record
+# ------------------------------------------------------------------------------------------------- the record
 def test_the_log_has_every_field_and_no_secret(site, tmp_path, monkeypatch):
     original = site.open
 
     def open_and_log_in(task, session):
         session.secrets.add("pass-word-1")
         return original(task, session)
+
     monkeypatch.setattr(site, "open", open_and_log_in)
-    group, = play(site, [site.task("ok")], {"actor": says("write(message='pass-word-1')", CLICK)}, M=2)
+    (group,) = play(site, [site.task("ok")], {"actor": says("write(message='pass-word-1')", CLICK)}, M=2)
     log = EpisodeLog(tmp_path)
     log.append([group], 3, lambda g, k, m: {"S_i": 0.5, "adv_A": float(m), "adv_D": 0.0})
     text = (tmp_path / "episodes.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert "pass-word-1" not in text and "write(message='***')" in lines[0]["steps"][0]["text"]
-    assert set(lines[0]) == set("""batch task site instance run k m seed instruction plan subtasks malformed status reward
-        rewards reason answer seconds fault retried error details S_i adv_A adv_D first_shot final_shot steps""".split())
-    assert [(e["batch"], e["m"], e["adv_A"], e["status"]) for e in lines] == [(3, 0, 0.0, "success"), (3, 1, 1.0, "success")]
+    assert set(lines[0]) == set(
+        """batch task site instance run k m seed instruction plan subtasks malformed status reward
+        rewards reason answer seconds fault retried error details S_i adv_A adv_D first_shot final_shot
+        steps""".split()
+    )
+    assert [(e["batch"], e["m"], e["adv_A"], e["status"]) for e in lines] == [
+        (3, 0, 0.0, "success"),
+        (3, 1, 1.0, "success"),
+    ]
     step = lines[0]["steps"][1]
     assert step["point"] == [60, 60] and step["calls"] == ["click(x=60, y=60)"] and step["n_tokens"] == 1
-    shots = {e[name] for e in lines for name in ("first_shot", "final_shot")} | {s["shot"] for e in lines for s in e["steps"]}
-    assert shots == {f"shots/{p.name}" for p in (tmp_path / "shots").iterdir()}  # equal pictures are stored once
+    shots = {e[name] for e in lines for name in ("first_shot", "final_shot")} | {
+        s["shot"] for e in lines for s in e["steps"]
+    }
+    assert shots == {
+        f"shots/{p.name}" for p in (tmp_path / "shots").iterdir()
+    }  # equal pictures are stored once
     assert lines[0]["first_shot"] == lines[1]["first_shot"] and len(rollout.__doc__.splitlines()) <= 25

@@ -3,6 +3,7 @@ tasks.
 """
 
 import json
+import time
 from decimal import Decimal
 from pathlib import Path
 
@@ -205,6 +206,14 @@ def test_tokens_are_nltks():
             "cannot open http://x/a?b=1": ["can", "not", "open", "http", ":", "//x/a", "?", "b=1"],
             "50% off... really?": ["50", "%", "off", "...", "really", "?"]}.items():
         assert tokens(text) == expected
+
+
+@pytest.mark.parametrize("part", ["a", "a1", "_a", "1,", "a.", ".", "'", "n't", "<b>x.</b> "])
+def test_a_long_page_takes_seconds_whatever_is_in_it(part):
+    page, start = part * (300_000 // len(part)), time.monotonic()
+    words(page)
+    tokens(page)
+    assert time.monotonic() - start < 20
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the real task files in ../shared/data are not here")

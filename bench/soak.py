@@ -1,0 +1,101 @@
+"""Episodes against a hostile local site that throws every fault at random: what came of them, what is left.
+
+    python bench/soak.py --episodes 500       # 15 minutes on two idle cores; the last line is one JSON object
+
+Half of the episodes meet a harmless page, the others one of tests/hostile.py's scenarios each: dialogs,
+popups, crashes, killed browsers, hangs, downloads, endless redirects, memory without end ...
+
+    lost               episodes that never came back
+    hung               episodes that took longer than their deadlines allow
+    misclassified      episodes whose status, fault, retries or history are not the scenario's; printed
+    leftover_processes of ours, after the pool was closed
+    rss_growth_mb      of this process, from a tenth of the episodes to the end
+    faults             how often each kind cost an episode or an attempt
+"""
+
+import gc
+import json
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from hostile import SCENARIOS, Hostile, Prompts, act, outcome  # noqa: E402  (no package)
+from rollout import Pool, RolloutConfig, fault_counts  # noqa: E402
+from runtime import launch  # noqa: E402
+
+
+@dataclass
+class Config:
+    episodes: int = 500  # in all
+    threads: int = 4  # browsers
+    call_timeout: float = 4.0  # s, any single browser call
+    only: str = ""  # scenarios, with commas; "" for all
+    seed: int = 0  # of the order
+
+
+def rss_mb() -> float:
+    gc.collect()
+    return psutil.Process().memory_info().rss / 2**20
+
+
+def main(cfg: Config) -> None:
+    names = cfg.only.split(",") if cfg.only else sorted(SCENARIOS)
+    dice = random.Random(cfg.seed)
+    todo = [name for i in range(cfg.episodes // 2) for name in ("ok", names[i % len(names)])]
+    todo += ["ok"] * (cfg.episodes - len(todo))
+    dice.shuffle(todo)
+    site, deadline = Hostile(), 15 * cfg.call_timeout
+    settings = RolloutConfig(
+        threads=cfg.threads,
+        retries=1,
+        coordinates="page",
+        max_steps=6,
+        settle=1.0,
+        call_timeout=cfg.call_timeout,
+        retry_wait=0.0,
+        memory=600.0,
+        deadline=deadline,
+        open_timeout=5 * cfg.call_timeout,
+        recycle=50,
+    )
+    found, faults, wrong, hung, first = 0, Counter(), [], 0, 0.0
+    start = time.monotonic()
+    with Pool(site, Prompts(), settings) as pool:
+        tasks = [site.task(name, i) for i, name in enumerate(todo)]
+        for group in pool.run(tasks, 1, 1, cfg.seed, {"actor": act}, use_plan=False, bar="soak"):
+            (episode,) = group.episodes[0]
+            found += 1
+            faults.update(fault_counts([episode]))
+            hung += episode.seconds > (1 + settings.retries) * (deadline + 15)
+            if complaint := outcome(episode):
+                wrong.append(complaint)
+                print(complaint, file=sys.stderr, flush=True)
+            if found == max(1, cfg.episodes // 10):
+                first = rss_mb()
+    growth = rss_mb() - first
+    site.close()
+    print(
+        json.dumps(
+            {
+                "episodes": cfg.episodes,
+                "lost": cfg.episodes - found,
+                "hung": hung,
+                "misclassified": len(wrong),
+                "leftover_processes": len(psutil.Process().children(recursive=True)),
+                "rss_growth_mb": round(growth, 1),
+                "minutes": round((time.monotonic() - start) / 60, 1),
+                "faults": dict(sorted(faults.items())),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    launch(main)
