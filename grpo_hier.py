@@ -22,6 +22,7 @@ switched off.
 import math
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +30,7 @@ import torch
 
 from policy import Policy, Sample
 from prompts import load_prompts
-from rollout import EpisodeLog, Group, Pool, RolloutConfig, load_environment
+from rollout import EpisodeLog, Group, Pool, RolloutConfig, fault_counts, load_environment
 from runtime import (UserError, all_reduce_flat_, append_jsonl, atomic_directory, drop_old_checkpoints,
                      gather_objects, launch, latest_checkpoint, open_run, process_group, rewrite_jsonl)
 
@@ -394,6 +395,7 @@ def train(cfg: Config, world, run: Path) -> None:
             # 4 · credit: within a plan for the actor (Eq. 5), across plans for the decomposer (Eqs. 8, 9)
             R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK = credit(groups, cfg)
             s = total(gather_objects(statistics(groups, cfg), world))
+            faults = gather_objects(fault_counts([e for g in groups for row in g.episodes for e in row]), world)
             episode_log.append(groups, batch, lambda g, k, m: {
                 "S_i": float(S_BK[g, k]), "adv_A": float(adv_A_BKM[g, k, m]), "adv_D": float(adv_D_BK[g, k])})
             if 1 - s["valid"] / s["episodes"] > cfg.max_infra:
@@ -408,6 +410,7 @@ def train(cfg: Config, world, run: Path) -> None:
 
             # 6 · log and checkpoint; a kill between the two is undone by step 2
             line = {"batch": batch, "of": len(plan_of_batches)} | log_line(s, updates) | {
+                "faults": dict(sum(map(Counter, faults), Counter())),
                 "seconds_rollout": round(seconds_rollout, 2),
                 "seconds_update": round(time.monotonic() - start, 2)}
             gather_objects(None, world)                   # every rank's episodes are written

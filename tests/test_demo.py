@@ -24,7 +24,7 @@ import actions  # noqa: E402
 import trajectories  # noqa: E402
 from policy import Inputs, forward_hidden, load_model  # noqa: E402
 from prompts import Subtask, format_plan, load_prompts, parse_plan  # noqa: E402
-from runtime import UserError, config_class  # noqa: E402
+from runtime import UserError, config_class, parse_args  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,17 @@ def test_preset_names_fields_that_exist(preset):
     for stage, values in tomllib.loads((ROOT / "demo" / f"{preset}.toml").read_text()).items():
         module = importlib.import_module(stage)
         known = {f.name for f in dataclasses.fields(config_class(module.main))}
-        assert set(values) <= known, stage
+        for key, value in values.items():
+            assert key in known, stage
+            for special in value.values() if isinstance(value, dict) else ():
+                assert set(special) <= known, (stage, key)
+
+
+def test_a_preset_may_depend_on_another_flag():
+    stage = importlib.import_module("sft")
+    epochs = {role: parse_args(stage.Config, ["--preset", "demo", "--role", role], stage="sft").epochs
+              for role in ("decomposer", "actor")}
+    assert epochs == {"decomposer": 16, "actor": 7}
 
 
 def test_prompts_of_the_demo_are_accepted_and_short():

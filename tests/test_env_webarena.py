@@ -13,7 +13,8 @@ import rollout
 from env_webarena import WebArena
 from llm import Client
 from prompts import load_prompts
-from tests.site import CodeHost, Forum, Map, Office, Shop, html_target, local_sites, task, written
+from tests.site import CodeHost, Forum, Map, Shop, html_target, local_sites, task, written
+from webarena_rules import Unknown
 from webarena_sites import ACCOUNTS
 
 
@@ -28,7 +29,7 @@ class Prompts:
         return "", json.dumps([instruction, len(history)])
 
 
-def play(env, tasks, scripts, threads=2, retries=0, call_timeout=8.0):
+def play(env, tasks, scripts, threads=1, retries=0, call_timeout=8.0):
     """One episode per script of a task, without plans. `scripts`: intent -> scripts -> calls, one per step;
     then the agent ends the episode. Returns the tasks' episodes, in order."""
     seeds = {rollout.request_seed(0, t.id, t.seed, 0, 0, m): script
@@ -125,6 +126,11 @@ def test_every_eval_type_end_to_end_right_and_wrong(web, tmp_path):
     for e in episodes:
         wanted = ("success", 1) if e.m == 0 else ("failure", 0)
         assert (e.status, e.reward) == wanted, (e.group.instruction, e.m, e.reason, e.error)
+        assert set(e.rewards) == {"fixed", "scalecua_v2", "vab", "webarena"} and e.rewards["fixed"] == e.reward
+    reviews = episodes[1]       # 112 for 12, on a site that nobody changes: the first visitor was the pool's look
+    assert reviews.rewards == {"fixed": 0.0, "scalecua_v2": 1.0, "vab": 0.0, "webarena": 1.0}
+    visit, shops = reviews.details["shopping"], [s.address for s in web.replicas("shopping")]
+    assert visit["replica"] in shops and visit["order"] >= 1
     assert not env.visits
 
 
@@ -147,16 +153,17 @@ class Unauthorized(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_wrong_judge_key_is_infra_not_a_failure(web, tmp_path, monkeypatch):
+def test_a_wrong_judge_key_is_unknown_with_its_reason_and_without_the_key(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong-key")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Unauthorized)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    env = environment(tmp_path, web, [ONE_OF_EACH[-1][0]], judge=env_webarena.Judge(
-        lambda: Client("j", base_url=f"http://127.0.0.1:{server.server_address[1]}/v1"), load_prompts()))
-    episode, = play(env, env.tasks("any"), {"what is it about": [["response(answer='books')"]]})
+    asked = env_webarena.Judge(
+        lambda: Client("j", base_url=f"http://127.0.0.1:{server.server_address[1]}/v1"), load_prompts())
+    with pytest.raises(Unknown, match="401") as error:
+        asked("answer", "question", "reference", "answer")
+    assert "sk-wrong-key" not in str(error.value)
     server.shutdown()
     server.server_close()
-    assert episode.status == "infra" and "401" in episode.reason and "sk-wrong-key" not in episode.reason
 
 
 INVITE = task(0, "invite once", "program_html", MEMBERS, ["gitlab"], state="null", program_html=html_target(
@@ -180,8 +187,8 @@ def test_without_a_reset_the_log_warns_once_and_changes_stay(tmp_path):
     said = []
     with local_sites(1, [CodeHost], reset=False) as web:
         env = environment(tmp_path, web, [INVITE], log=said.append)
-        rewards = [e.reward for e in play(env, env.tasks("any"), {"invite once": [INVITING] * 3})]
-    assert sorted(rewards) == [0, 0, 1] and len(said) == 1 and "gitlab has no reset" in said[0]
+        rewards = [e.reward for e in play(env, env.tasks("any"), {"invite once": [INVITING] * 2})]
+    assert sorted(rewards) == [0, 1] and len(said) == 1 and "gitlab has no reset" in said[0]
 
 
 # -------------------------------------------------------------------------------------- sites that misbehave
@@ -282,19 +289,7 @@ def test_a_storage_state_is_used_while_it_works_and_renewed_when_it_has_expired(
         written(auth / "gitlab.reddit_state.json", {"cookies": [expired], "origins": []})
         env = environment(tmp_path, web, [task(0, "look", "url_match", "__GITLAB__", ["gitlab"],
                                                reference_url="__GITLAB__")], auth=str(auth))
-        for _ in range(2):
-            episode, = play(env, env.tasks("any"), {"look": [[]]})
-            assert episode.reward == 1
+        episodes = play(env, env.tasks("any"), {"look": [[], []]})
+        assert [e.reward for e in episodes] == [1, 1]
         assert sum(v == ("post", "/users/sign_in") for v in server.visits) == 1
         assert len(list(auth.glob("*/gitlab_state.json"))) == 1
-
-
-def test_an_episode_carries_the_other_profiles_rewards_and_its_replica(tmp_path):
-    t = task(0, "count", "string_match", "__SHOPPING__", ["shopping"],
-             reference_answers={"must_include": ["2"]})
-    with local_sites(1, [Shop, Office]) as web:
-        env = environment(tmp_path, web, [t], also="scalecua_v2")
-        episode, = play(env, env.tasks("any"), {"count": [["response(answer='12')"]]})
-        assert episode.reward == 0 and episode.rewards == {"fixed": 0.0, "scalecua_v2": 1.0}
-        assert episode.details["shopping"]["replica"] == web.one("shopping").address
-        assert episode.details["shopping"]["order"] == 2    # the first was the pool's look at the task
