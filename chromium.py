@@ -90,7 +90,7 @@ class Watchdog:
                 browsers = list(self.watched)
             for browser in browsers:
                 browser.check()
-            if time.monotonic() > weighed + 1:
+            if time.monotonic() > weighed + 2:
                 self._weigh({b.process.pid: b for b in browsers if b.process})
                 weighed = time.monotonic()
             self.bell.wait(0.25)

@@ -14,7 +14,7 @@ from env_webarena import WebArena
 from llm import Client
 from prompts import load_prompts
 from tests.site import CodeHost, Forum, Map, Shop, html_target, local_sites, task, written
-from webarena_rules import Unknown
+from webarena_rules import PROFILES, Unknown
 from webarena_sites import ACCOUNTS
 
 
@@ -126,8 +126,8 @@ def test_every_eval_type_end_to_end_right_and_wrong(web, tmp_path):
     for e in episodes:
         wanted = ("success", 1) if e.m == 0 else ("failure", 0)
         assert (e.status, e.reward) == wanted, (e.group.instruction, e.m, e.reason, e.error)
-        assert set(e.rewards) == {"fixed", "scalecua_v2", "vab", "webarena"} and e.rewards["fixed"] == e.reward
-    reviews = episodes[1]       # 112 for 12, on a site that nobody changes: the first visitor was the pool's look
+        assert set(e.rewards) == set(PROFILES) and e.rewards["fixed"] == e.reward
+    reviews = episodes[1]       # it said 112 where 12 was right
     assert reviews.rewards == {"fixed": 0.0, "scalecua_v2": 1.0, "vab": 0.0, "webarena": 1.0}
     visit, shops = reviews.details["shopping"], [s.address for s in web.replicas("shopping")]
     assert visit["replica"] in shops and visit["order"] >= 1

@@ -167,7 +167,7 @@ def test_draws_follow_the_softmax_at_the_temperature():
 
 @pytest.fixture
 def push(policy):
-    """push({step: id}) makes the model write those ids: adds to the logits of its n-th call from here on."""
+    """push({step: id or one id per row}) makes the model write those ids, counting its calls from here on."""
     handles = []
 
     def start(wanted, strength=1000.0):
@@ -175,7 +175,10 @@ def push(policy):
 
         def hook(module, inputs, output):
             token = wanted.get(next(calls), wanted.get("always"))
-            output[..., [] if token is None else token] += strength
+            if isinstance(token, tuple):
+                output[range(len(token)), -1, token] += strength
+            elif token is not None:
+                output[..., token] += strength
         handles.append(policy.model.lm_head.register_forward_hook(hook))
     yield start
     for handle in handles:
@@ -202,13 +205,16 @@ def test_the_sampled_end_is_part_of_the_response_and_what_follows_is_not(policy,
 
 def test_one_row_ends_while_another_goes_on(policy, push, monkeypatch):
     """The filler after a row's end is in no response, whatever ids serve as padding and as end."""
-    requests, seen = [request(i, max_new_tokens=12 - 5 * (i == 1)) for i in range(8)], []
-    for pad in (policy.inputs.pad_id, policy.inputs.end_id):         # also pad == end
+    end, requests = policy.inputs.end_id, [request(i, max_new_tokens=(9, 9, 3, 6)[i]) for i in range(4)]
+    for pad in (policy.inputs.pad_id, end):                          # also pad == end
         monkeypatch.setattr(policy.inputs, "pad_id", pad)
+        push({0: (7, 11, 21, 31), 1: (end, 12, 22, 32), 2: (50, 13, 23, 33), 3: (51, end, 24, 34),
+              4: (52, 53, 25, 35), 5: (54, 55, 26, 36)})
         drawn = policy.sample(requests)
-        assert_same(policy.logp(drawn, 0.8), [torch.tensor(s.logp) for s in drawn], 1e-5)
-        seen.append([s.response_ids for s in drawn])
-    assert seen[0] == seen[1] and len(seen[0][1]) <= 7
+        assert [s.response_ids for s in drawn] == [[7, end], [11, 12, 13, end], [21, 22, 23], [*range(31, 37)]]
+        assert [s.truncated for s in drawn] == [False, False, True, True]
+        assert [len(s.logp) for s in drawn] == [len(s.response_ids) for s in drawn]
+        assert_same(policy.logp(drawn, 0.8), [reference_logp(policy, s) for s in drawn], 1e-5)
 
 
 def test_a_response_cut_at_the_limit_is_marked(policy, push):
