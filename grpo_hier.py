@@ -395,7 +395,8 @@ def train(cfg: Config, world, run: Path) -> None:
             # 4 · credit: within a plan for the actor (Eq. 5), across plans for the decomposer (Eqs. 8, 9)
             R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK = credit(groups, cfg)
             s = total(gather_objects(statistics(groups, cfg), world))
-            faults = gather_objects(fault_counts([e for g in groups for row in g.episodes for e in row]), world)
+            episodes = [e for g in groups for row in g.episodes for e in row]
+            faults = gather_objects(fault_counts(episodes), world)
             episode_log.append(groups, batch, lambda g, k, m: {
                 "S_i": float(S_BK[g, k]), "adv_A": float(adv_A_BKM[g, k, m]), "adv_D": float(adv_D_BK[g, k])})
             if 1 - s["valid"] / s["episodes"] > cfg.max_infra:

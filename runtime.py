@@ -91,7 +91,7 @@ def parse_args(Config, argv=None, program=None, stage=None, commands=()):
 
 
 def read_preset(name: str, stage: str, flags: dict) -> dict:
-    """The table `[stage]` of a preset file; `[stage.FIELD.VALUE]` adds to it where the flag FIELD is VALUE."""
+    """The table `[stage]` of a preset file, with `[stage.FIELD.VALUE]` where the flag FIELD is VALUE."""
     path = Path(name) if name.endswith(".toml") else ROOT / "demo" / f"{name}.toml"
     if not path.is_file():
         raise UserError(f"preset {name}: no file {path}; name a TOML file or one of "

@@ -211,7 +211,8 @@ def test_one_row_ends_while_another_goes_on(policy, push, monkeypatch):
         push({0: (7, 11, 21, 31), 1: (end, 12, 22, 32), 2: (50, 13, 23, 33), 3: (51, end, 24, 34),
               4: (52, 53, 25, 35), 5: (54, 55, 26, 36)})
         drawn = policy.sample(requests)
-        assert [s.response_ids for s in drawn] == [[7, end], [11, 12, 13, end], [21, 22, 23], [*range(31, 37)]]
+        written = [s.response_ids for s in drawn]
+        assert written == [[7, end], [11, 12, 13, end], [21, 22, 23], [*range(31, 37)]]
         assert [s.truncated for s in drawn] == [False, False, True, True]
         assert [len(s.logp) for s in drawn] == [len(s.response_ids) for s in drawn]
         assert_same(policy.logp(drawn, 0.8), [reference_logp(policy, s) for s in drawn], 1e-5)
