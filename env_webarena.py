@@ -363,23 +363,22 @@ def check(cfg: Config) -> None:
     found += [(i, f"the task_id is there {n} times") for i, n in ids.items() if n > 1]
     bad = {task_id for task_id, _ in found}
     readable = sum(t["task_id"] not in bad for t in tasks)
-    print(f"{cfg.tasks}: {len(tasks)} tasks, {readable} readable, {patched} patched")
-    print(f"  need a judge   {sum(needs_judge(t['eval']) for t in tasks)}")
-    print(f"  change state   {sum(map(changes_state, tasks))}")
+    said = [f"{cfg.tasks}: {len(tasks)} tasks, {readable} readable, {patched} patched",
+            f"  need a judge   {sum(needs_judge(t['eval']) for t in tasks)}",
+            f"  change state   {sum(map(changes_state, tasks))}"]
     for name, n in sorted(Counter(s for t in tasks for s in sites_of(t)).items()):
         there = sites.get(name)
-        print(f"  need {name:15} {n:4}   " + (f"{len(there.replicas)} replica(s)" + (
-            ", reset" if any(r.reset for r in there.replicas) else "") if there else
-            "left out" if name in sites else "MISSING"))
+        state = f"{len(there.replicas)} replica(s)" if there else "left out" if name in sites else "MISSING"
+        hook = ", reset" if there and any(r.reset for r in there.replicas) else ""
+        said.append(f"  need {name:15} {n:4}   {state}{hook}")
     for kind, n in sorted(Counter("+".join(t["eval"]["eval_types"]) for t in tasks).items()):
-        print(f"  {kind:30} {n:4}")
+        said.append(f"  {kind:30} {n:4}")
     for replica in [r for s in sites.values() if s for r in s.replicas] if cfg.live else ():
         try:
             check_address(replica)
         except SiteError as e:
             found.append((replica.site, str(e)))
-    for task_id, problem in found:
-        print(f"  PROBLEM {task_id}: {problem}")
+    print("\n".join([*said, *(f"  PROBLEM {task_id}: {problem}" for task_id, problem in found)]))
     if found:
         raise UserError(f"{cfg.tasks}: {len(found)} problems, listed above")
 

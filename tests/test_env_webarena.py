@@ -29,7 +29,7 @@ class Prompts:
         return "", json.dumps([instruction, len(history)])
 
 
-def play(env, tasks, scripts, threads=1, retries=0, call_timeout=8.0):
+def play(env, tasks, scripts, threads=1, retries=2, call_timeout=15.0):
     """One episode per script of a task, without plans. `scripts`: intent -> scripts -> calls, one per step;
     then the agent ends the episode. Returns the tasks' episodes, in order."""
     seeds = {rollout.request_seed(0, t.id, t.seed, 0, 0, m): script
@@ -174,7 +174,7 @@ INVITING = ["click(x=120, y=115)", "write(message='vinta')", "click(x=120, y=215
 def test_twenty_one_episodes_on_two_replicas_never_see_each_other(tmp_path):
     with local_sites(2, [CodeHost]) as web:
         env = environment(tmp_path, web, [INVITE])
-        episodes = play(env, env.tasks("any"), {"invite once": [INVITING] * 21}, threads=6, retries=2)
+        episodes = play(env, env.tasks("any"), {"invite once": [INVITING] * 21}, threads=6)
         assert [(e.reward, e.reason,
                  e.error) for e in episodes if e.reward != 1] == [] and len(episodes) == 21
         assert [s.state["most"] for s in web.servers] == [2, 2]         # nobody ever saw a third member
@@ -196,9 +196,10 @@ READ = task(0, "look", "url_match", "__REDDIT__", ["reddit"], reference_url="__R
             url_note="GOLD in PRED")
 
 
-def one_infra(tmp_path, web, call_timeout=8.0):
+def one_infra(tmp_path, web, call_timeout=15.0):
     env = environment(tmp_path, web, [READ])
-    episode, = play(env, env.tasks("any"), {"look": [["click(x=110, y=108)"]]}, call_timeout=call_timeout)
+    episode, = play(env, env.tasks("any"), {"look": [["click(x=110, y=108)"]]}, retries=0,
+                    call_timeout=call_timeout)
     assert (episode.status, episode.reward) == ("infra", None)
     return episode.error + episode.reason
 
@@ -235,7 +236,7 @@ def test_a_failing_reset_is_infra(tmp_path):
         env = environment(tmp_path, web, [task(0, "look", "program_html", "__REDDIT__", ["reddit"],
                                                program_html=html_target(
             "last", "", must_include=["books"]))])
-        episode, = play(env, env.tasks("any"), {"look": [[]]})
+        episode, = play(env, env.tasks("any"), {"look": [[]]}, retries=0)
         assert episode.status == "infra" and "no docker here" in episode.error
 
 

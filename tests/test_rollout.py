@@ -253,7 +253,12 @@ def test_close_takes_no_longer_than_15_seconds_whatever_the_pages_do(site):
     busy = pool.run(
         [site.task("busy"), site.task("busy-later"), site.task("no-answer")], 1, 1, 0, {"actor": act}, False
     )
-    waiter = threading.Thread(target=lambda: list(busy), daemon=True)
+
+    def wait():
+        with pytest.raises(RuntimeError, match="over"):
+            list(busy)
+
+    waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
     waiter.join(8.0)  # all three are where nothing goes on
     assert waiter.is_alive()
@@ -261,7 +266,7 @@ def test_close_takes_no_longer_than_15_seconds_whatever_the_pages_do(site):
     pool.close()
     assert time.monotonic() - start < 15 and not any(t.is_alive() for t in pool.threads)
     assert not psutil.Process().children(recursive=True)
-    pool.inbox.put(SystemExit())
+    pool.inbox.put(RuntimeError("over"))
     waiter.join()
 
 
