@@ -117,14 +117,19 @@ class GumbelSampler:
 
 
 # -------------------------------------------------------------------------------------------- building blocks
+def need_checkpoint(path) -> None:
+    """UserError unless `path` is a checkpoint directory: a name would be looked up on a hub otherwise."""
+    if not (Path(path) / "config.json").is_file():
+        raise UserError(f"checkpoint {path}: no config.json there; give the directory of a Qwen2.5-VL "
+                        f"checkpoint (stage 2 writes one; the demo's comes from demo/tiny_model.py)")
+
+
 def load_model(path, device="cpu", dtype="float32"):
     """The checkpoint at `path` as a plain Qwen2_5_VLForConditionalGeneration; UserError if it is not one."""
     from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
     from transformers.utils import logging
     logging.disable_progress_bar()
-    if not (Path(path) / "config.json").is_file():
-        raise UserError(f"checkpoint {path}: no config.json there; give the directory of a Qwen2.5-VL "
-                        f"checkpoint (stage 2 writes one; the demo's comes from demo/tiny_model.py)")
+    need_checkpoint(path)
     kind = AutoConfig.from_pretrained(path).model_type
     if kind != "qwen2_5_vl":
         raise UserError(f"checkpoint {path} is a {kind} model; both roles need a qwen2_5_vl one")
@@ -137,6 +142,7 @@ class Inputs:
     def __init__(self, path):
         from transformers import AutoTokenizer
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+        need_checkpoint(path)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.images = Qwen2VLImageProcessorPil.from_pretrained(path)
         ids = {name: self.tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in
