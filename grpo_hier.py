@@ -268,7 +268,7 @@ def step_together_(policy: Policy, optimizer, max_norm: float) -> float:
     """Sum the gradients of all ranks in one all_reduce, clip, step; returns the norm before the clip."""
     parameters = list(policy.parameters().values())
     all_reduce_flat_([p.grad for p in parameters])
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True)
     optimizer.step()
     return float(norm)
 

@@ -122,7 +122,7 @@ SCENARIOS = {
     "alert-at-start": Scenario("/alert-at-start", told="said: hello there"),
     "beforeunload": Scenario("/beforeunload", told="beforeunload dialog"),
     "print": Scenario("/print"),
-    "file": Scenario("/file", (CLICK, "wait(seconds=1)", END), told="asked for a file"),  # told once it is known
+    "file": Scenario("/file", (CLICK, "wait(seconds=1)", END), told="asked for a file"),
     "auth-link": Scenario("/auth-link", (CLICK, END), status="failure", told="AUTH"),
     "auth": Scenario("/auth", status="infra", fault="auth", retried=("auth",)),
     "permission": Scenario("/permission"),
