@@ -1,6 +1,6 @@
 """Golden cases for WebArena's evaluators; data only. `want` has one sign per profile, in the order of ORDER:
 1, 0, or ? where the outcome cannot be known. Each case says why. WebArena's and VisualAgentBench's columns
-were compared with their published evaluators, run beside this table once.
+were compared with their rules, run beside this table once.
 """
 
 ORDER = ("fixed", "scalecua_v2", "vab", "webarena")

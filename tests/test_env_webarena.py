@@ -174,7 +174,7 @@ INVITING = ["click(x=120, y=115)", "write(message='vinta')", "click(x=120, y=215
 def test_twenty_one_episodes_on_two_replicas_never_see_each_other(tmp_path):
     with local_sites(2, [CodeHost]) as web:
         env = environment(tmp_path, web, [INVITE])
-        episodes = play(env, env.tasks("any"), {"invite once": [INVITING] * 21}, threads=6)
+        episodes = play(env, env.tasks("any"), {"invite once": [INVITING] * 21}, threads=21)
         assert [(e.reward, e.reason,
                  e.error) for e in episodes if e.reward != 1] == [] and len(episodes) == 21
         assert [s.state["most"] for s in web.servers] == [2, 2]         # nobody ever saw a third member
