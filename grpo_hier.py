@@ -1,6 +1,6 @@
 """Stage 3: joint hierarchical multi-agent GRPO of a decomposer and an actor (sections 3.4, 4.3, appendix B).
 
-    python grpo_hier.py --preset demo                            # CPU, tiny model, MiniWoB++: about 8 minutes
+    python grpo_hier.py --preset demo                  # CPU, tiny model, MiniWoB++: 11 minutes under load
     python grpo_hier.py --actor SFT_A --decomposer SFT_D --sites sites.json                    # one 80 GB GPU
     torchrun --nproc_per_node=8 grpo_hier.py --actor SFT_A --decomposer SFT_D --sites sites.json       # eight
     table 2:  --train_decomposer false  |  --use_plan false --M 7  |  --use_plan false --M 21
@@ -353,12 +353,8 @@ def main(cfg: Config) -> None:
         train(cfg, world, run)
 
 
-def train(cfg: Config, world, run: Path) -> None:
-    roles = ("actor", "decomposer") if cfg.use_plan else ("actor",)
-    trained = [r for r in roles if r == "actor" or cfg.train_decomposer]
-    K = cfg.K if cfg.use_plan else 1
-
-    # 1 · two policies on two frozen bases, each with its own adapter and optimizer
+def build(cfg: Config, world, roles, trained) -> tuple[dict, dict]:
+    """The roles' policies, and an optimizer for each role that is trained (PAPER-GAP 16)."""
     policies = {}
     for i, role in enumerate(roles):
         if not getattr(cfg, role):
@@ -367,6 +363,16 @@ def train(cfg: Config, world, run: Path) -> None:
                                 dtype=cfg.dtype, seed=cfg.seed + i, checkpointing=cfg.checkpointing)
     optimizers = {r: torch.optim.AdamW(policies[r].parameters().values(), lr=cfg.lr, betas=(0.9, 0.999),
                                        eps=cfg.adam_eps, weight_decay=0.0) for r in trained}
+    return policies, optimizers
+
+
+def train(cfg: Config, world, run: Path) -> None:
+    roles = ("actor", "decomposer") if cfg.use_plan else ("actor",)
+    trained = [r for r in roles if r == "actor" or cfg.train_decomposer]
+    K = cfg.K if cfg.use_plan else 1
+
+    # 1 · two policies on two frozen bases, each with its own adapter and optimizer
+    policies, optimizers = build(cfg, world, roles, trained)
     models = {role: policy.sample for role, policy in policies.items()}
 
     # 2 · where a killed run stopped: nothing is lost, nothing is there twice
@@ -382,8 +388,7 @@ def train(cfg: Config, world, run: Path) -> None:
     with Pool(env, load_prompts(cfg.prompts), cfg) as pool:
         for batch in range(done, len(plan_of_batches)):
             tasks = plan_of_batches[batch]
-            mine = tasks[world.rank::world.size]
-            B = len(tasks)
+            mine, B = tasks[world.rank::world.size], len(tasks)
 
             # 3 · K plans per task, M episodes per plan (Eqs. 1, 2), terminal rewards
             start = time.monotonic()
@@ -395,8 +400,8 @@ def train(cfg: Config, world, run: Path) -> None:
             # 4 · credit: within a plan for the actor (Eq. 5), across plans for the decomposer (Eqs. 8, 9)
             R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK = credit(groups, cfg)
             s = total(gather_objects(statistics(groups, cfg), world))
-            episodes = [e for g in groups for row in g.episodes for e in row]
-            faults = gather_objects(fault_counts(episodes), world)
+            faults = gather_objects(
+                fault_counts([e for g in groups for row in g.episodes for e in row]), world)
             episode_log.append(groups, batch, lambda g, k, m: {
                 "S_i": float(S_BK[g, k]), "adv_A": float(adv_A_BKM[g, k, m]), "adv_D": float(adv_D_BK[g, k])})
             if 1 - s["valid"] / s["episodes"] > cfg.max_infra:

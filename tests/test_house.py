@@ -106,7 +106,7 @@ def test_sizes(file):
     assert doc and len(doc.splitlines()) <= 25, "a module docstring of at most 25 lines"
     for name, node in functions(tree(file)):
         doc = ast.get_docstring(node) or ""
-        limit = 120 if node.name in ("main", "train") else 15 if re.match(r"Eqs?\. ", doc) else 60
+        limit = 120 if node.name == "main" else 15 if re.match(r"Eqs?\. ", doc) else 60
         assert length(node) <= limit, f"{name} has {length(node)} lines, its limit is {limit}"
 
 
