@@ -9,8 +9,8 @@ however that happens.
 
 Kinds of fault, of `Chromium.fault`: crash, browser_gone, driver_gone, page_gone; hung (an operation went
 beyond its bound), deadline (the episode did), memory; of the site: refused, dns, tls, auth, redirects,
-download, connection, http_5xx, timeout; browser (any other error of Playwright's), closed (the pool is
-ending).
+download, connection, http_5xx, timeout; model (a model's server); browser (any other error of
+Playwright's), closed (the pool is ending).
 """
 
 import contextlib
@@ -34,6 +34,7 @@ CHROMIUM_ARGS = ["--disable-dev-shm-usage", "--disable-background-networking", "
                  "--disable-partial-raster"]      # else a pixel's last bit depends on what was painted before
 LAUNCH, STOP = 30.0, 5.0                          # s
 FAULTS = (                                        # what an error says -> its kind; the first that fits
+    (r"model server", "model"),
     (r"Target crashed|Page crashed", "crash"), (r"connection closed|EPIPE", "driver_gone"),
     (r"has been closed|Browser closed", "page_gone"),
     (r"ERR_NAME_NOT_RESOLVED|getaddrinfo|Name or service", "dns"),
@@ -44,7 +45,7 @@ FAULTS = (                                        # what an error says -> its ki
     (r"ERR_(EMPTY_RESP|INVALID_HTTP|ABORTED|CONNECTION_|NETWORK_|INCOMPLETE)", "connection"),
     (r"(?i)reset by peer|remote end|connection aborted|broken pipe|incomplete ?read", "connection"))
 SITE = {"refused", "dns", "tls", "auth", "redirects", "download", "connection", "http_5xx", "timeout",
-        "page_gone"}                              # the site's doing: the browser itself is well
+        "page_gone", "model"}                              # the site's doing: the browser itself is well
 
 
 def web_errors() -> tuple:

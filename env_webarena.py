@@ -63,11 +63,6 @@ class Visit:
                 for x in self.leases}
 
 
-@dataclass
-class Scored(Verdict):
-    rewards: dict = field(default_factory=dict)     # profile -> reward, of the same episode
-
-
 class WebArena(Environment):
     """`tasks`: file or folder of task files; `sites`: sites.json; `profile` gives the reward, `also` (names
     with commas) are scored beside it; `judge(kind, question, reference, answer)` -> reply, None where there
@@ -195,7 +190,7 @@ class WebArena(Environment):
         finally:
             tabs.close()
         first = scores[self.profiles[0]]
-        return Scored(first.value, first.reason, {name: score.value for name, score in scores.items()})
+        return Verdict(first.value, first.reason, {name: score.value for name, score in scores.items()})
 
     def leave(self, session) -> dict:
         """The session's visit, if there is one, is over: its replicas are free. Returns site -> replica,
@@ -335,13 +330,10 @@ class Judge:
 def make(cfg) -> WebArena:
     """The environment of a stage's Config (rollout.RolloutConfig); without a judge_model there is no judge.
     """
-    get = vars(cfg).get
-    judge = Judge(lambda: Client(get("judge_model"), get("judge_base_url", ""), get("judge_api", "responses"),
-                                 retries=4, cache_dir=get("judge_cache", "")), load_prompts(get("prompts",
-                                                                                                "")))
-    judge = judge if get("judge_model") else None
-    return WebArena(cfg.tasks, cfg.sites, get("profile", "fixed"), get("also", ""), judge, get("auth", ""),
-                    get("leases", ""), get("patch", ""))
+    judge = Judge(lambda: Client(cfg.judge_model, cfg.judge_base_url, cfg.judge_api, retries=4,
+                                 cache_dir=cfg.judge_cache), load_prompts(cfg.prompts))
+    return WebArena(cfg.tasks, cfg.sites, cfg.profile, cfg.also, judge if cfg.judge_model else None, cfg.auth,
+                    cfg.leases, cfg.patch)
 
 
 @dataclass

@@ -6,7 +6,7 @@
     --use_plan false evaluates an actor without a decomposer
 
 In:  stage 2's checkpoints, stage 3's run directory for the adapters, an environment's tasks.
-Out: RUN/episodes.jsonl + shots/ (fields: rollout.py), RUN/result.json: success per site and over all tasks,
+Out: RUN/episodes.jsonl + shots/ (fields: episode_log.py), RUN/result.json: success per site and over all tasks,
      with the counts of episodes that have no verdict.
 One plan per episode at temperature 0, actor at temperature 0 (PAPER-GAP 14), at most 15 steps. Episodes that
 have a verdict are never run again; those that infrastructure broke are, on the next call, and are never
@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 
+from episode_log import EpisodeLog
 from policy import Policy
 from prompts import load_prompts
-from rollout import EpisodeLog, Pool, RolloutConfig, load_environment
+from rollout import Pool, RolloutConfig, load_environment
 from runtime import UserError, latest_checkpoint, launch, only_process, open_run, rewrite_jsonl, write_atomic
 
 
@@ -35,7 +36,6 @@ class Config(RolloutConfig):
     split: str = "lite_v2"               # which of the environment's tasks
     runs: int = 4                        # independent runs of every task, sec. 4.3
     use_plan: bool = True                # false: no decomposer (table 2)
-    prompts: str = ""                    # JSON file that replaces texts of prompts.py
     temperature_D: float = 0.0           # of the plan, sec. 4.3
     temperature_A: float = 0.0           # of the actions (PAPER-GAP 14)
     lora_r: int = 32                     # r of the adapters

@@ -8,7 +8,7 @@
 In:  two stage-2 checkpoints, an environment's training tasks.
 Out: RUN/checkpoints/N/{actor,decomposer} (LoRA adapters, PEFT format, with optimizers), RUN/log.jsonl (one
      object per rollout batch; the README's glossary defines every key), RUN/episodes.jsonl + shots/
-     (fields: rollout.py).
+     (fields: episode_log.py).
 A run killed at any moment goes on from its last rollout batch and ends with the same bytes.
 
 What differs from the equations as printed, and what the paper leaves open (all settings, README: PAPER-GAPs):
@@ -28,9 +28,10 @@ from pathlib import Path
 
 import torch
 
+from episode_log import EpisodeLog, fault_counts
 from policy import Policy, Sample
 from prompts import load_prompts
-from rollout import EpisodeLog, Group, Pool, RolloutConfig, fault_counts, load_environment
+from rollout import Group, Pool, RolloutConfig, load_environment
 from runtime import (UserError, all_reduce_flat_, append_jsonl, atomic_directory, drop_old_checkpoints,
                      gather_objects, launch, latest_checkpoint, open_run, process_group, rewrite_jsonl)
 
@@ -43,7 +44,6 @@ class Config(RolloutConfig):
     run: str = "runs/grpo"               # run directory; the same one again goes on where it stopped
     actor: str = ""                      # stage-2 checkpoint directory of the actor (frozen base)
     decomposer: str = ""                 # stage-2 checkpoint directory of the decomposer (frozen base)
-    prompts: str = ""                    # JSON file that replaces texts of prompts.py
     K: int = 3                           # plans per task, sec. 4.3
     M: int = 7                           # episodes per plan, sec. 4.3
     use_plan: bool = True                # false: no decomposer, plain multi-turn GRPO with K = 1 (table 2)

@@ -2,20 +2,12 @@
 
 Every thread of the pool has a browser of its own (browser.py). The threads put their generation requests into
 one queue; the calling thread, which owns the models, answers whatever has gathered there in dynamic batches.
-No episode waits for another one; plans and steps of several tasks are in flight at once. An episode depends
-on (task, plan, k, m, seed) only.
+A model that lives on a server takes each request as it comes. No episode waits for another one; plans and
+steps of several tasks are in flight at once. An episode depends on (task, plan, k, m, seed) only.
 
 A broken browser or site is data: the episode is run again, and if it still fails its status is `infra`, its
 reward None (PAPER-GAP 7). Three unparsable answers in a row end an episode (12); `response` ends it like
-`terminate` does (13).
-
-episodes.jsonl, one line per episode, written by `EpisodeLog`: batch, task, site, instance (seed of the task),
-run, k, m, seed, instruction, plan, subtasks [[title, goal]], malformed, status (success | failure | max_steps
-| unparsable | infra), reward (null for infra), rewards (by other rules), reason, answer, seconds, fault (its
-kind, see chromium.py; "verdict": there was none), retried (kinds of earlier attempts), error (traceback),
-details (the environment's own), S_i, adv_A, adv_D (stage 3 only), first_shot, final_shot, steps [{shot, text
-(raw output), history (line), calls, point (page pixels), error, n_tokens}]. Texts that an environment calls
-secret are masked.
+`terminate` does (13). episode_log.py writes down what happened.
 """
 
 import contextlib
@@ -26,19 +18,17 @@ import queue
 import threading
 import time
 import traceback
-from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from tqdm import tqdm
 
 import actions
-from browser import Session, redact
+from browser import Session
 from chromium import SITE, Watchdog, web_errors
 from prompts import format_plan, parse_plan
-from runtime import UserError, append_jsonl, write_atomic
+from runtime import UserError
 
 
 # -------------------------------------------------------------------------------------------- what things are
@@ -56,6 +46,7 @@ class Task:
 class Verdict:
     reward: float | None                          # R in {0, 1}; None: unknown (an outage of the judge, say)
     reason: str = ""
+    rewards: dict = field(default_factory=dict)   # the same episode by other rules: name -> 0, 1 or None
 
 
 class Environment:
@@ -165,6 +156,16 @@ class RolloutConfig:
     instances: int = 100                          # miniwob: instances per page and split
     scale: float = 1.0                            # miniwob: screenshot pixels per CSS pixel
     sites: str = "sites.json"                     # webarena: addresses, accounts, replicas, resets
+    patch: str = ""                               # webarena: file with repairs of tasks, by task_id
+    auth: str = ""                                # webarena: directory of storage states of logins
+    leases: str = ""                              # webarena: directory that ranks on one machine share
+    profile: str = "fixed"                        # webarena: evaluator; or scalecua_v2, vab, webarena
+    also: str = ""                                # webarena: further profiles to score by, by commas
+    judge_model: str = ""                         # webarena: model that grades answers; "": none
+    judge_base_url: str = ""                      # webarena: its server; "": OpenAI's
+    judge_api: str = "responses"                  # webarena: responses or chat
+    judge_cache: str = ""                         # webarena: directory of its answers
+    prompts: str = ""                             # JSON file that replaces texts of prompts.py
     threads: int = 8                              # browsers
     max_steps: int = 15                           # T, actions per episode, sec. 4.3
     temperature_D: float = 0.8                    # sampling temperature of the decomposer
@@ -255,8 +256,7 @@ def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
     episode.final_png = session.screenshot()
     episode.answer = actions.answer([c for s in episode.steps for c in s.calls])
     verdict = session.asked(lambda session: session.env.judge(episode.group.task, session, episode.answer))
-    episode.reward, episode.reason = verdict.reward, verdict.reason
-    episode.rewards = getattr(verdict, "rewards", {})
+    episode.reward, episode.reason, episode.rewards = verdict.reward, verdict.reason, verdict.rewards
     if verdict.reward is None:
         episode.status, episode.fault = "infra", "verdict"
     elif verdict.reward == 1:
@@ -301,10 +301,12 @@ class Pool(contextlib.AbstractContextManager):
     def run(self, tasks: list[Task], K: int, M: int, seed, models: dict, use_plan=True, runs=(0,), bar=""):
         """K plans for every task, M episodes for every plan; yields the Group of each task and run.
 
-        `models` maps a role to a function from a list of Requests to the list of their Samples. Requests'
-        seeds come from (seed, task, run, k, m, step) alone. Without `use_plan` there is one empty plan and no
-        decomposer. `bar` names the progress bar; "" for none.
+        `models` maps a role to a function from a list of Requests to the list of their Samples, or to an
+        object whose `submit(Request)` returns a Future of one; that one's ConnectionErrors are data, as the
+        web's are. Requests' seeds come from (seed, task, run, k, m, step) alone. Without `use_plan` there is
+        one empty plan and no decomposer. `bar` names the progress bar; "" for none.
         """
+        self.models = models
         K = K if use_plan else 1
         groups = [Group(task, run) for task in tasks for run in runs]
         for group in groups:
@@ -314,8 +316,8 @@ class Pool(contextlib.AbstractContextManager):
         with Progress(len(groups) * K * M, bar, self.live) as progress:
             while left:
                 got = self._gather()
-                for role, answer in models.items():
-                    self._answer([g for g in got if isinstance(g, tuple) and g[0].role == role], answer)
+                for role, model in models.items():
+                    self._answer([g for g in got if isinstance(g, tuple) and g[0].role == role], model)
                 for episode in (e for e in got if isinstance(e, Episode)):
                     progress.count(episode)
                     left[id(episode.group)] -= 1
@@ -341,10 +343,22 @@ class Pool(contextlib.AbstractContextManager):
         return got
 
     def _ask(self, request: Request) -> Future:
-        future = Future()
+        future, model = Future(), self.models[request.role]
         self.waiting.add(future)
-        self.inbox.put((request, future))
+        if hasattr(model, "submit"):
+            model.submit(request).add_done_callback(partial(self._pass_on, future))
+        else:
+            self.inbox.put((request, future))
         return future
+
+    def _pass_on(self, future: Future, answered: Future) -> None:
+        self.waiting.discard(future)
+        if not future.set_running_or_notify_cancel():     # the pool is closing
+            return
+        if error := answered.exception():
+            future.set_exception(error)
+        else:
+            future.set_result(answered.result())
 
     def _open(self, session: Session, group: Group, K: int, M: int, seed, use_plan: bool) -> None:
         """First look at a task: x and o_0, then its K plans (Eq. 1), then its K·M episodes, each a job."""
@@ -352,13 +366,13 @@ class Pool(contextlib.AbstractContextManager):
             group.instruction = session.open(group.task)
             session.settle()
             group.png = session.screenshot()
+            if use_plan:
+                ask = partial(self.agent.plan, group.instruction, group.png)
+                asked = [ask(k, request_seed(*key, k)) for k in range(K)]
+                group.plans = [read_plan(k, session.answer(f)) for k, f in enumerate(asked)]
         key = (seed, group.task.id, group.task.seed, group.run)
-        kinds, error, _ = self._attempt(session, look)
         group.plans = [Plan(k) for k in range(K)]
-        if use_plan and not error:
-            ask = partial(self.agent.plan, group.instruction, group.png)
-            asked = [ask(k, request_seed(*key, k)) for k in range(K)]
-            group.plans = [read_plan(k, session.answer(f)) for k, f in enumerate(asked)]
+        kinds, error, _ = self._attempt(session, look)
         told = {"error": error, "fault": kinds[-1] if error else "", "secrets": session.secrets}
         group.episodes = [[Episode(group, plan, m, request_seed(*key, plan.k, m), **told) for m in range(M)]
                           for plan in group.plans]
@@ -449,48 +463,3 @@ class Progress(tqdm):
         self.update()
         self.set_postfix(live=len(self.live), success=self.success, infra=self.infra, refresh=False,
                          steps_per_s=f"{self.steps / (time.monotonic() - self.begun):.1f}")
-
-
-def fault_counts(episodes: list[Episode]) -> dict[str, int]:
-    """How often each kind of fault cost an episode (`infra_KIND`) or an attempt at one (`retried_KIND`)."""
-    lost = [f"infra_{e.fault}" for e in episodes if e.fault]
-    return dict(sorted(Counter(lost + [f"retried_{kind}" for e in episodes for kind in e.retried]).items()))
-
-
-# ---------------------------------------------------------------------------------------------------- the log
-class EpisodeLog:
-    """episodes.jsonl and its screenshots, one directory. Equal screenshots are stored once."""
-
-    def __init__(self, directory: Path):
-        self.directory = Path(directory)
-        (self.directory / "shots").mkdir(parents=True, exist_ok=True)
-
-    def append(self, groups: list[Group], batch: int = 0, credit=None) -> None:
-        """Write the groups' episodes; `credit(group index, k, m)` adds S_i, adv_A and adv_D."""
-        append_jsonl(self.directory / "episodes.jsonl", [
-            self.line(e, batch) | (credit(g, e.plan.k, e.m) if credit else {})
-            for g, group in enumerate(groups) for row in group.episodes for e in row])
-
-    def line(self, e: Episode, batch: int) -> dict:
-        task = e.group.task
-        steps = [{"shot": self.shot(s.png), "text": s.sample.text, "history": s.line, "error": s.error,
-                  "calls": [actions.format_call(c) for c in s.calls], "n_tokens": len(s.sample.response_ids),
-                  "point": next(([c["x"], c["y"]] for c in s.calls if c.args.get("x") is not None), None)}
-                 for s in e.steps]
-        return redact({
-            "batch": batch, "task": task.id, "site": task.site, "instance": task.seed, "run": e.group.run,
-            "k": e.plan.k, "m": e.m, "seed": e.seed, "instruction": e.group.instruction, "plan": e.plan.text,
-            "subtasks": [[g.title, g.goal] for g in e.plan.subtasks], "malformed": e.plan.malformed,
-            "status": e.status, "reward": e.reward, "rewards": e.rewards, "reason": e.reason,
-            "answer": e.answer, "seconds": round(e.seconds, 3), "fault": e.fault, "retried": e.retried,
-            "error": e.error, "details": e.details, "first_shot": steps[0]["shot"] if steps else None,
-            "final_shot": self.shot(e.final_png), "steps": steps}, e.secrets)
-
-    def shot(self, png: bytes | None) -> str | None:
-        """Store a screenshot under its hash; the name relative to the directory."""
-        if not png:
-            return None
-        name = f"shots/{hashlib.sha256(png).hexdigest()[:20]}.png"
-        if not (self.directory / name).exists():
-            write_atomic(self.directory / name, png)
-        return name

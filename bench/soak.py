@@ -27,7 +27,8 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from hostile import SCENARIOS, Hostile, Prompts, act, outcome  # noqa: E402  (no package)
-from rollout import Pool, RolloutConfig, fault_counts  # noqa: E402
+from episode_log import fault_counts  # noqa: E402
+from rollout import Pool, RolloutConfig  # noqa: E402
 from runtime import launch  # noqa: E402
 
 

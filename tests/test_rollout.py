@@ -13,16 +13,8 @@ from hostile import CLICK, END, Hostile, Prompts, act
 import actions
 import rollout
 from env_miniwob import MiniWob
-from rollout import (
-    EpisodeLog,
-    Pool,
-    RolloutConfig,
-    Verdict,
-    fault_counts,
-    history_line,
-    read_plan,
-    request_seed,
-)
+from episode_log import EpisodeLog, fault_counts
+from rollout import Pool, RolloutConfig, Verdict, history_line, read_plan, request_seed
 
 SETTINGS = {
     "threads": 2,
