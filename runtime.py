@@ -9,6 +9,7 @@ import ast
 import contextlib
 import dataclasses
 import datetime
+import errno
 import fcntl
 import inspect
 import json
@@ -39,13 +40,30 @@ def launch(main, *commands) -> NoReturn:
     try:
         function(parse_args(config_class(function), argv, program, stage,
                             sorted(by_name) if function is main else ()))
-    except UserError as e:
-        print(f"{program}: {' '.join(str(e).split())}", file=sys.stderr)
+    except Exception as e:
+        if not (said := remedy(e)):
+            raise                                 # a bug: the traceback is what helps
+        print(f"{program}: {' '.join(said.split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"{program}: interrupted; the same command goes on from where it stopped", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
+
+
+def remedy(error: Exception) -> str:
+    """What to tell a user about an error, in one line with the way out; "" for one that is a bug."""
+    if isinstance(error, UserError):
+        return str(error)
+    if type(error).__name__ == "OutOfMemoryError":
+        return (f"the GPU's memory is full ({str(error).splitlines()[0][:120]}): lower --micro_batch, "
+                f"--batch_size or --max_batch, or use more GPUs; the same command goes on where it stopped")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (f"no space left on the disk for {error.filename or 'the run directory'}: make room (old runs/ "
+                f"and their shots/), then the same command goes on where it stopped")
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
+        return f"{error.filename} may not be written: give a directory of your own (--run, --out)"
+    return ""
 
 
 def config_class(function):
