@@ -59,8 +59,8 @@ def remedy(error: Exception) -> str:
         return (f"the GPU's memory is full ({str(error).splitlines()[0][:120]}): lower --micro_batch, "
                 f"--batch_size or --max_batch, or use more GPUs; the same command goes on where it stopped")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (f"no space left on the disk for {error.filename or 'the run directory'}: make room (old runs/ "
-                f"and their shots/), then the same command goes on where it stopped")
+        return (f"no space left on the disk for {error.filename or 'the run directory'}: make room (old "
+                f"runs/), then the same command goes on where it stopped")
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
         return f"{error.filename} may not be written: give a directory of your own (--run, --out)"
     return ""

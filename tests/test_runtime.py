@@ -10,7 +10,8 @@ import pytest
 
 import runtime
 from runtime import (UserError, append_jsonl, atomic_directory, drop_old_checkpoints, latest_checkpoint,
-                     launch, only_process, open_run, parse_args, read_jsonl, remedy, rewrite_jsonl, write_atomic)
+                     launch, only_process, open_run, parse_args, read_jsonl, remedy, rewrite_jsonl,
+                     write_atomic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +47,12 @@ def test_help_shows_every_comment_and_default(capsys):
 
 def test_presets_are_read_in_order_and_flags_win(tmp_path):
     one, two = tmp_path / "one.toml", tmp_path / "two.toml"
-    one.write_text('[s]\npath = "a"\nn = 5\n[s.n.9]\nrate = 2.0\n')
+    one.write_text('[s]\npath = "a"\nn = 5\n[s.run.here]\nrate = 2.0\n')
     two.write_text("[s]\nn = 6\n")
     args = ["--preset", str(one), "--preset", str(two)]
     assert parse_args(Config, args, "p", "s") == Config("a", "runs/a", 6)
     assert parse_args(Config, [*args, "--n", "8"], "p", "s").n == 8
+    assert parse_args(Config, [*args, "--run", "here"], "p", "s").rate == 2.0
     two.write_text("[s]\nm = 6\n")
     with pytest.raises(UserError, match="sets m, which Config does not have"):
         parse_args(Config, args, "p", "s")
