@@ -231,8 +231,8 @@ def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
     episode.steps, episode.status = [], "max_steps"
     instruction = session.open(episode.group.task)
     session.settle()
+    png = session.screenshot()
     for t in range(cfg.max_steps):
-        png = session.screenshot()
         asked = agent.act(instruction, png, history, episode.plan.text, request_seed(episode.seed, t))
         sample = session.answer(asked)
         action = actions.parse(sample.text)
@@ -243,6 +243,7 @@ def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
             seen = sample.image_size if cfg.coordinates == "image" else page
             step.calls = tuple(actions.rescale(c, seen, page) for c in action.calls)
             carry_out(session, step, cfg)
+        png = session.screenshot()                # by now the browser has said what it has to say
         step.line = history_line(action, step.error, session.notes)
         session.notes.clear()
         history.append(step.line)
@@ -253,7 +254,7 @@ def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
         if any(map(actions.is_final, step.calls)) or session.asked(session.env.done):
             episode.status = "failure"
             break
-    episode.final_png = session.screenshot()
+    episode.final_png = png
     episode.answer = actions.answer([c for s in episode.steps for c in s.calls])
     verdict = session.asked(lambda session: session.env.judge(episode.group.task, session, episode.answer))
     episode.reward, episode.reason, episode.rewards = verdict.reward, verdict.reason, verdict.rewards

@@ -11,6 +11,14 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 
 
+LONGEST = ("test_stages.py", "test_browser.py", "test_rollout.py", "test_env_webarena.py")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that two workers end together."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Path:
     """A checkpoint of demo/tiny_model.py, its matrices enlarged so that outputs depend visibly on inputs."""
