@@ -114,7 +114,8 @@ def test_sizes(file):
 TOOLS = {"llm", "prompts", "actions"}
 MAY_IMPORT = {"runtime": set(), "actions": set(), "prompts": set(), "policy": set(), "llm": set(),
               "chromium": set(), "browser": {"actions", "chromium"}, "trajectories": {"actions"},
-              "rollout": {"actions", "prompts", "browser", "chromium"},
+              "dialects": {"actions"}, "agents": {"actions", "dialects", "llm", "policy", "prompts"},
+              "rollout": {"actions", "dialects", "prompts", "browser", "chromium"},
               "episode_log": {"actions", "browser", "rollout"},
               "results": TOOLS, "analysis": TOOLS | {"results"}}
 
