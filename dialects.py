@@ -62,7 +62,8 @@ _CALLS = [(re.compile(rf"^(\s*){pattern}", re.M), ours) for pattern, ours in (
     (r"hotkey\(\s*\w+\s*=\s*(['\"])(.*?)\2\s*\)",
      lambda m: f"{m[1]}hotkey({', '.join(map(repr, m[3].split()))})"),
     (r"scroll\((?:\s*(\[.*?\])\s*,)?\s*direction\s*=\s*['\"]?(\w+)['\"]?\s*\)",
-     lambda m: f"{m[1]}swipe(from_coord={m[2]}, direction={OPPOSITE.get(m[3].lower(), m[3])!r})"))]
+     lambda m: f"{m[1]}swipe({f'from_coord={m[2]}, ' * bool(m[2])}"
+               f"direction={OPPOSITE.get(m[3].lower(), m[3])!r})"))]
 
 
 def read_uitars(text: str) -> Action:

@@ -8,10 +8,10 @@ Systems: decomposer and actor; with --use_plan false an actor alone; each of the
 on an OpenAI-compatible server (--actor_model NAME --actor_url http://HOST/v1); a native agent of others, by
 --dialect, --coordinates, --prompts and --use_plan false; a planner with a grounder (--planner_model, ...).
 In:  stage 2's checkpoints, stage 3's run directory for the adapters, or servers; an environment's tasks.
-Out: RUN/episodes.jsonl + shots/ (fields: episode_log.py, and `commit`, the code that ran it); RUN/result.json:
-     success and its standard error (clustered by task) per site and over all tasks, by every evaluator profile
-     from the same episodes, with n, n_infra, n_unknown, n_unparsable; and what it takes to believe them:
-     system, judge, prompts_hash, commit, config.
+Out: RUN/episodes.jsonl + shots/ (fields: episode_log.py, and `commit`, the code that ran it);
+     RUN/result.json: success and its standard error (clustered by task) per site and over all tasks, by every
+     evaluator profile from the same episodes, with n, n_infra, n_unknown, n_unparsable; and what it takes to
+     believe them: system, judge, prompts_hash, commit, config.
 One plan per episode at temperature 0, actor at temperature 0 (PAPER-GAP 14), at most 15 steps. Tasks run at
 once, but in the file's order where one would find what another left on a site without a reset. An episode
 with a verdict is never run again; one without (infra: something broke; unknown: the judge did not say) is run
@@ -58,9 +58,9 @@ class Config(RolloutConfig):
     max_pixels: int = 2109744            # the same; 0: its image is the screenshot, not resized
     model_timeout: float = 120.0         # s, an answer of a server, asked for four times at most
     think: bool = False                  # ask the actor for <think> as well
-    literal: bool = False                # keep backslash + n in ScaleCUA's prompt file, as its evaluation does
+    literal: bool = False                # keep backslash-n in ScaleCUA's prompts, as its evaluation does
     split: str = "lite_v2"               # which of the environment's tasks
-    also: str = "scalecua_v2"            # webarena: published profiles that score the same episodes, by commas
+    also: str = "scalecua_v2"            # webarena: published profiles to score the same episodes by
     runs: int = 4                        # independent runs of every task, sec. 4.3
     use_plan: bool = True                # false: no decomposer (table 2); a planner never has one
     temperature_D: float = 0.0           # of the plan, sec. 4.3; below 0 (servers only): the server's own
