@@ -196,7 +196,6 @@ def test_an_evaluation_killed_half_way_and_restarted_ends_with_the_same_table(tm
         whole = subprocess.run(command(tmp_path / "whole", server), cwd=ROOT, env=env, capture_output=True,
                                text=True, timeout=300)
         assert whole.returncode == 0, whole.stderr[-2000:]
-        asked = len(server.requests)
         process = subprocess.Popen(command(tmp_path / "parts", server), cwd=ROOT, env=env,
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         file, deadline = tmp_path / "parts/episodes.jsonl", time.monotonic() + 120
@@ -216,7 +215,7 @@ def test_an_evaluation_killed_half_way_and_restarted_ends_with_the_same_table(tm
     assert rest.stdout == whole.stdout and "n 12, infra 0, unknown 0" in whole.stdout
     a, b = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts"))
     assert {k: v for k, v in a.items() if k != "config"} == {k: v for k, v in b.items() if k != "config"}
-    assert 0 < a["success"] < 1 and a["n"] == 12 and asked == 12
+    assert 0 < a["success"] < 1 and a["n"] == 12
     keys = [(e["task"], e["run"]) for e in map(json.loads, file.read_text().splitlines())]
     assert len(keys) == len(set(keys)) == 12
     kept = {(e["task"], e["run"]): e for e in read_episodes(file)}
