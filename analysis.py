@@ -135,9 +135,9 @@ def save_figure(fig, *paths: Path) -> None:
 # ----------------------------------------------------------------------------------------------------- curves
 PANELS = {"reward": "reward_mean", "spread of S_i within tasks": "S_std", "infra": "infra_rate",
           "groups without advantage": "zero_adv_A zero_adv_D", "clipped tokens": "clip_A clip_D",
-          "largest ratio": "ratio_max_A ratio_max_D", "tokens per response": "len_A len_D", "loss": "loss_A loss_D",
-          "seconds": "seconds_rollout seconds_update", "gradient norm": "grad_A grad_D",
-          "KL to SFT": "kl_A kl_D"}
+          "largest ratio": "ratio_max_A ratio_max_D", "tokens per response": "len_A len_D",
+          "loss": "loss_A loss_D", "seconds": "seconds_rollout seconds_update",
+          "gradient norm": "grad_A grad_D", "KL to SFT": "kl_A kl_D"}
 
 
 def curve(cfg: Config) -> None:
