@@ -42,7 +42,7 @@ class Config(RolloutConfig):
     run: str = "runs/eval"               # result directory; the same one again goes on where it stopped
     actor: str = ""                      # checkpoint directory of the actor
     decomposer: str = ""                 # checkpoint directory of the decomposer
-    adapters: str = ""                   # stage 3's run directory: its newest adapters; "" for none (w/o RL)
+    adapters: str = ""                   # stage 3's run: its newest checkpoint, or one; "" for none (w/o RL)
     actor_model: str = ""                # the actor's name on a server, instead of --actor
     actor_url: str = ""                  # that server, ".../v1"; "": OpenAI's; its key is in $ACTOR_API_KEY
     decomposer_model: str = ""           # the decomposer's name on a server, instead of --decomposer
@@ -106,14 +106,20 @@ def load_model(cfg: Config, role: str):
                         f"--{role}_model and --{role}_url for a model on a server")
     if min(cfg.temperature_A, cfg.temperature_D) < 0:
         raise UserError("a temperature below 0 is for models on servers; give 0 or more")
+    policy = Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=cfg.device, dtype=cfg.dtype)
+    if cfg.adapters and Path(cfg.adapters, role).exists():
+        policy.load(Path(cfg.adapters, role))
+    return policy.sample
+
+
+def with_newest_adapters(cfg: Config) -> Config:
+    """The run directory in `adapters` becomes its newest checkpoint, so that what is written down, and must be
+    the same when a call goes on where another stopped, is what was evaluated."""
     newest = latest_checkpoint(Path(cfg.adapters) / "checkpoints") if cfg.adapters else None
-    if cfg.adapters and newest is None:
+    if cfg.adapters and newest is None and not Path(cfg.adapters, "actor").is_dir():
         raise UserError(f"--adapters {cfg.adapters}: no checkpoints there; "
                         f"give the run directory of grpo_hier.py")
-    policy = Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=cfg.device, dtype=cfg.dtype)
-    if newest and (newest / role).exists():
-        policy.load(newest / role)
-    return policy.sample
+    return dataclasses.replace(cfg, adapters=str(newest or cfg.adapters))
 
 
 def describe_system(cfg: Config) -> str:
@@ -172,6 +178,7 @@ def show(result: dict) -> None:
 # ------------------------------------------------------------------------------------------------------ main
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.cpu_threads)
+    cfg = with_newest_adapters(cfg)
     run = open_run(cfg.run, cfg, free=FREE)
     episodes = run / "episodes.jsonl"
     with only_process(episodes):

@@ -112,7 +112,6 @@ def test_the_code_version_is_a_commit_or_nothing(tmp_path, monkeypatch):
     ({"planner_model": "m", "planner_url": "http://h/v1"}, "--grounder_model is missing"),
     ({"grounder_model": "m", "grounder_url": "http://h/v1"}, "--planner_model is missing"),
     ({"actor": "d", "use_plan": False, "temperature_A": -1.0}, "below 0"),
-    ({"actor": "d", "use_plan": False, "adapters": "no/such"}, "--adapters no/such"),
     ({"planner_model": "m", "dialect": "uitars"}, "--dialect uitars"),
     ({"actor_model": "m", "use_plan": False}, "OPENAI_API_KEY"),
 ])
@@ -120,6 +119,18 @@ def test_what_is_missing_is_named(settings, said, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(UserError, match=re.escape(said)):
         evaluate.load_models(evaluate.Config(**settings), load_prompts())
+
+
+def test_the_checkpoint_that_is_evaluated_is_written_down(tmp_path):
+    for n in ("000002", "000010"):
+        (tmp_path / "checkpoints" / n / "actor").mkdir(parents=True)
+    newest = str(tmp_path / "checkpoints/000010")
+    for given in (str(tmp_path), newest):
+        cfg = evaluate.with_newest_adapters(evaluate.Config(adapters=given))
+        assert cfg.adapters == newest and f"adapters {newest}" in evaluate.describe_system(cfg)
+    assert evaluate.with_newest_adapters(evaluate.Config()).adapters == ""
+    with pytest.raises(UserError, match="--adapters no/such: no checkpoints"):
+        evaluate.with_newest_adapters(evaluate.Config(adapters="no/such"))
 
 
 # -------------------------------------------------------------------------------------------------- the order
