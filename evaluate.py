@@ -113,7 +113,7 @@ def load_model(cfg: Config, role: str):
 
 
 def with_newest_adapters(cfg: Config) -> Config:
-    """The run directory in `adapters` becomes its newest checkpoint: what is written down is what was evaluated,
+    """The run directory in `adapters` becomes its newest checkpoint: what is written down is what was tested,
     and a call that goes on where another stopped cannot go on with a newer one."""
     newest = latest_checkpoint(Path(cfg.adapters) / "checkpoints") if cfg.adapters else None
     if cfg.adapters and newest is None and not Path(cfg.adapters, "actor").is_dir():
