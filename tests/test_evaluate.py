@@ -181,7 +181,7 @@ def test_a_task_that_leaves_traces_runs_alone_on_its_site_and_in_the_files_order
     def act(requests):
         return [Sample([1], r.png, (160, 120), [2], [0.0], "terminate()") for r in requests]
     monkeypatch.setattr(evaluate, "load_models", lambda cfg, texts: {"actor": act})
-    evaluate.main(evaluate.Config(run=str(tmp_path), actor="x", use_plan=False, runs=1, threads=4))
+    evaluate.main(evaluate.Config(run=str(tmp_path), actor="x", use_plan=False, runs=1, threads=3))
     for writer, others in (("A3", ("a1", "a2", "a4")), ("B6", ("b5", "b7"))):
         assert not {frozenset((writer, other)) for other in others} & diary.met
     assert diary.met, "nothing ran at once, so this test would show nothing"
@@ -193,14 +193,17 @@ def test_a_task_that_leaves_traces_runs_alone_on_its_site_and_in_the_files_order
 # ----------------------------------------------------------------------------------------- killed, restarted
 def command(run, server):
     return [sys.executable, "evaluate.py", "--env", "miniwob", "--tasks", "click-tab", "--split", "eval",
-            "--instances", "6", "--runs", "2", "--threads", "1", "--max_steps", "2", "--use_plan", "false",
+            "--instances", "4", "--runs", "2", "--threads", "1", "--max_steps", "2", "--use_plan", "false",
             "--coordinates", "page", "--actor_model", "m", "--actor_url", server.url, "--run", str(run)]
 
 
 def test_an_evaluation_killed_half_way_and_restarted_ends_with_the_same_table(tmp_path, tabs):
+    wrong = []                        # the first tab that is ever asked for, so that the score is not 0 or 1
+
     def answer(path, body, headers):
         number = int(re.search(r"#(\d)", request_text(body))[1])
-        x, y = tabs[number if number < 3 else 1]      # wrong for tab 3, so that the score is not 0 or 1
+        wrong[:] = wrong or [number]
+        x, y = tabs[number % 3 + 1 if number in wrong else number]
         return f"<action>click(x={x}, y={y})</action>"
     env = os.environ | {"OMP_WAIT_POLICY": "passive"}
     with serving(answer) as server:
@@ -210,7 +213,7 @@ def test_an_evaluation_killed_half_way_and_restarted_ends_with_the_same_table(tm
         process = subprocess.Popen(command(tmp_path / "parts", server), cwd=ROOT, env=env,
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         file, deadline = tmp_path / "parts/episodes.jsonl", time.monotonic() + 120
-        while not file.exists() or file.read_text().count("\n") < 7:
+        while not file.exists() or file.read_text().count("\n") < 4:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         os.kill(process.pid, signal.SIGKILL)
@@ -223,11 +226,11 @@ def test_an_evaluation_killed_half_way_and_restarted_ends_with_the_same_table(tm
         rest = subprocess.run(command(tmp_path / "parts", server), cwd=ROOT, env=env, capture_output=True,
                               text=True, timeout=300)
     assert rest.returncode == 0, rest.stderr[-2000:]
-    assert rest.stdout == whole.stdout and "n 12, infra 0, unknown 0" in whole.stdout
+    assert rest.stdout == whole.stdout and "n 8, infra 0, unknown 0" in whole.stdout
     a, b = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts"))
     assert {k: v for k, v in a.items() if k != "config"} == {k: v for k, v in b.items() if k != "config"}
-    assert 0 < a["success"] < 1 and a["n"] == 12
+    assert 0 < a["success"] < 1 and a["n"] == 8
     keys = [(e["task"], e["run"]) for e in map(json.loads, file.read_text().splitlines())]
-    assert len(keys) == len(set(keys)) == 12
+    assert len(keys) == len(set(keys)) == 8
     kept = {(e["task"], e["run"]): e for e in read_episodes(file)}
     assert all(kept[e["task"], e["run"]] == e for e in finished[2:]), "a finished episode was run again"
