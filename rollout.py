@@ -25,6 +25,7 @@ from functools import partial
 from tqdm import tqdm
 
 import actions
+import dialects
 from browser import Session
 from chromium import SITE, Watchdog, web_errors
 from prompts import format_plan, parse_plan
@@ -40,6 +41,7 @@ class Task:
     seed: int = 0                                 # instance of a generated task
     data: dict = field(default_factory=dict, compare=False)
     changes_state: bool = False                   # its episodes must not share a site replica (PAPER-GAP 18)
+    leaves_traces: bool = False                   # no reset: the site's later tasks find what it changed
 
 
 @dataclass
@@ -95,6 +97,7 @@ class Request:
     seed: int
     temperature: float
     max_new_tokens: int
+    earlier: list = field(default_factory=list)   # Steps before this one, for a model that sees them again
 
 
 @dataclass
@@ -185,7 +188,8 @@ class RolloutConfig:
     memory: float = 2000.0                        # MB that the processes of one browser may take
     max_batch: int = 64                           # requests answered by one forward pass
     cpu_threads: int = 1                          # torch's, where models run on the CPU beside browsers
-    coordinates: str = "image"                    # the actor's: pixels of the resized image, or of the "page"
+    coordinates: str = "image"                    # the actor's: pixels of image or page, 0-1 or 0-1000
+    dialect: str = "scalecua"                     # the actor's form of an action; or uitars, guilibra
 
 
 def load_environment(cfg: RolloutConfig) -> Environment:
@@ -206,16 +210,18 @@ class Agent:
 
     def __init__(self, prompts, cfg: RolloutConfig, ask):
         self.prompts, self.cfg, self.ask = prompts, cfg, ask
+        self.read, self.space = dialects.reader(cfg.dialect), dialects.space(cfg.coordinates)
 
     def plan(self, instruction: str, png: bytes, k: int, seed: int) -> Future:
         """Eq. 1: d ~ π_D(· | x, o_0)."""
         c, (system, user) = self.cfg, self.prompts.decomposer(instruction)
         return self.ask(Request("decomposer", system, user, png, seed, c.temperature_D, c.max_tokens_D))
 
-    def act(self, instruction: str, png: bytes, history: list[str], plan: str, seed: int) -> Future:
+    def act(self, instruction: str, png: bytes, history: list[str], plan: str, seed: int, steps=()) -> Future:
         """Eq. 2: a_t ~ π_A(· | x, o_t, h_t, d)."""
         c, (system, user) = self.cfg, self.prompts.actor(instruction, history, plan)
-        return self.ask(Request("actor", system, user, png, seed, c.temperature_A, c.max_tokens_A))
+        sampling = seed, c.temperature_A, c.max_tokens_A
+        return self.ask(Request("actor", system, user, png, *sampling, earlier=list(steps)))
 
 
 def read_plan(k: int, sample) -> Plan:
@@ -233,14 +239,15 @@ def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
     session.settle()
     png = session.screenshot()
     for t in range(cfg.max_steps):
-        asked = agent.act(instruction, png, history, episode.plan.text, request_seed(episode.seed, t))
+        asked = agent.act(instruction, png, history, episode.plan.text, request_seed(episode.seed, t),
+                          episode.steps)
         sample = session.answer(asked)
-        action = actions.parse(sample.text)
+        action = agent.read(sample.text)
         step = Step(png, sample, error=action.error)
         episode.steps.append(step)
         if not action.error:
             page = session.env.width, session.env.height
-            seen = sample.image_size if cfg.coordinates == "image" else page
+            seen = agent.space(sample.image_size, page)
             step.calls = tuple(actions.rescale(c, seen, page) for c in action.calls)
             carry_out(session, step, cfg)
         png = session.screenshot()                # by now the browser has said what it has to say

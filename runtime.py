@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tomllib
 import traceback
@@ -303,6 +304,15 @@ def drop_old_checkpoints(directory: Path, keep: int) -> None:
     found = sorted((p for p in Path(directory).glob("*") if p.name.isdigit()), key=lambda p: int(p.name))
     for p in found[:-keep]:
         shutil.rmtree(p)
+
+
+def code_version() -> str:
+    """The commit of this source, with "-dirty" where files differ from it; "" outside of a git checkout."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def describe(error: BaseException) -> str:
