@@ -293,9 +293,8 @@ class Vllm:
             except _down() as e:
                 self.loop.call_soon_threadsafe(self._leave_out, server, e)
                 continue
-            with torch.no_grad():
-                logp, = self.policy.logp([sample], q.temperature)
-            delta = float((logp.cpu() - torch.tensor(sample.logp)).abs().mean())
+            logp, = self.policy.logp([sample], q.temperature)
+            delta = float((logp.detach().cpu() - torch.tensor(sample.logp)).abs().mean())
             if delta > self.cfg.probe_limit:
                 raise UserError(f"server {server.url} of the {self.role}: log-probs of the probe are "
                                 f"{delta:.3g} from the trainer's on average (--probe_limit "
@@ -305,7 +304,11 @@ class Vllm:
         return worst
 
     def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        async def end():
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            self.loop.call_later(0.1, self.loop.stop)         # when they have noticed
+        asyncio.run_coroutine_threadsafe(end(), self.loop)
 
 
 def _down() -> tuple:
