@@ -199,7 +199,8 @@ def test_a_run_through_servers_logs_what_a_local_run_logs(tiny_model, make_polic
                     decomposer_url=fleet["decomposer"].url)
     assert [line["version_A"] for line in remote] == [0, 1, 2]
     assert all(0 < line[key] < 1e-4 for line in remote for key in ("probe_A", "probe_D", "mismatch_A"))
-    same = [k for k in local[0] if not k.startswith(("seconds", "phases", "mismatch", "ratio", "grad", "faults"))]
+    other = ("seconds", "phases", "mismatch", "ratio", "grad", "faults")
+    same = [k for k in local[0] if not k.startswith(other)]
     for a, b in zip(local, remote):
         assert {k: b[k] for k in same} == pytest.approx({k: a[k] for k in same}, rel=1e-3, abs=1e-6)
     assert all(line["phases"]["generation"] > 0 for line in remote)
