@@ -227,7 +227,7 @@ def test_the_gradient_is_clipped_per_role_to_max_norm(make_policy, batch):
 
 def test_nothing_to_learn_is_a_step_with_a_zero_gradient(make_policy, batch):
     policy = make_policy()
-    empty = dataclasses.replace(batch.samples[0], response_ids=[])
+    empty = dataclasses.replace(batch.samples[0], response_ids=[], logp=[])
     for data in (Batch([], [], []), Batch([batch.samples[0]], [0.0], [1]), Batch([empty], [1.0], [1])):
         before = {n: p.detach().clone() for n, p in policy.parameters().items()}
         optimizer = torch.optim.AdamW(policy.parameters().values(), lr=1e-2, weight_decay=0.0)
@@ -370,7 +370,6 @@ def test_two_ranks_end_where_one_process_does(two_ranks, case):
     assert max(float((together[key] - alone[key]).abs().max()) for key in alone) <= 1e-6
     for role in ROLES:
         assert stats[role]["trained"] > 0
-        assert 0 < stats[role].pop("mismatch") < 1e-5 and 0 < stats_alone[role].pop("mismatch") < 1e-5
         assert stats[role] == pytest.approx(stats_alone[role], rel=1e-4, abs=1e-9), role
 
 
