@@ -164,8 +164,8 @@ class Chromium:
             options["executablePath"] = path
         browser = self.playwright.chromium.connect(
             self.server, headers={"x-playwright-launch-options": json.dumps(options)}, timeout=LAUNCH * 1000)
-        switches = browser.new_browser_cdp_session().send("Browser.getBrowserCommandLine")["arguments"]
-        if f"--session-token={self.token}" not in switches:
+        started = browser.new_browser_cdp_session().send("SystemInfo.getInfo")["commandLine"]
+        if f"--session-token={self.token}" not in started:
             raise UserError(f"the browser of {self.server} was not started with our switches; start the "
                             f"server as: playwright run-server --unsafe")
         return browser

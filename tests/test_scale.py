@@ -85,7 +85,7 @@ def test_torchrun_starts_killed_ranks_again_and_nothing_is_lost(tiny_model, tmp_
         port = s.getsockname()[1]
     run = tmp_path / "run"
     process = start("-m", "torch.distributed.run", "--nproc_per_node=2", "--max_restarts=1",
-                    "--monitor_interval=0.2", f"--master_port={port}",
+                    "--monitor_interval=0.2", f"--master_port={port}", "--",
                     *grpo(tiny_model, run, "--instances", 5))
     until(lambda: len(lines(run / "log.jsonl")) >= 1, process)
     ranks = [p for p in psutil.Process(process.pid).children() if "grpo_hier.py" in " ".join(p.cmdline())]
