@@ -87,6 +87,7 @@ def rollout(episodes: list[int], threads: int, costs: Costs, max_batch: int, bac
         nonlocal n
         n += 1
         heapq.heappush(events, (now + seconds, n, kind, steps))
+    later(0.0, "free", 0)
     for _ in range(min(threads, len(jobs))):
         later(costs.opening(), "ask", jobs.pop())
     while left:
