@@ -74,7 +74,8 @@ class Config(RolloutConfig):
 
 
 FREE = ("threads", "max_batch", "device", "actor_url", "decomposer_url", "planner_url", "grounder_url",
-        "model_timeout", "judge_base_url", "max_missing", "retries", "retry_wait")  # may differ on resumption
+        "browser_ws", "model_timeout", "judge_base_url", "max_missing", "retries",
+        "retry_wait")                             # may differ on resumption
 
 
 # ----------------------------------------------------------------------------------------------- the system

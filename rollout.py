@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 import traceback
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -185,6 +186,7 @@ class RolloutConfig:
     fixed_wait: float = 0.0                       # s after every action, as ScaleCUA; 0: as long as needed
     extra_origins: str = ""                       # further addresses where pages may go, by commas; * for all
     recycle: int = 200                            # a new browser after as many episodes
+    browser_ws: str = ""                          # remote Playwright servers, ws://…, by commas; "": local
     memory: float = 2000.0                        # MB that the processes of one browser may take
     max_batch: int = 64                           # requests answered by one forward pass
     cpu_threads: int = 1                          # torch's, where models run on the CPU beside browsers
@@ -299,8 +301,10 @@ class Pool(contextlib.AbstractContextManager):
         self.jobs = queue.PriorityQueue()         # (urgency, number, job): open tasks go before further ones
         self.numbers, self.closing = itertools.count(), threading.Event()
         self.waiting, self.live = set(), set()    # Futures without an answer; Episodes under way
+        self.spent = Counter(generation=0.0)      # seconds in models that answer here, and their batches
         self.agent = Agent(prompts, cfg, self._ask)
-        self.sessions = [Session(env, cfg, self.watchdog) for _ in range(cfg.threads)]
+        servers = itertools.cycle([ws.strip() for ws in cfg.browser_ws.split(",")])
+        self.sessions = [Session(env, cfg, self.watchdog, next(servers)) for _ in range(cfg.threads)]
         self.threads = [threading.Thread(target=self._work, args=(session,), daemon=True, name=f"browser-{i}")
                         for i, session in enumerate(self.sessions)]
         for t in self.threads:
@@ -336,10 +340,17 @@ class Pool(contextlib.AbstractContextManager):
     def _answer(self, asked: list[tuple], answer) -> None:
         """One forward pass for up to max_batch requests at a time."""
         for i in range(0, len(asked), self.cfg.max_batch):
-            part = asked[i:i + self.cfg.max_batch]
-            for (_, future), sample in zip(part, answer([request for request, _ in part]), strict=True):
+            part, start = asked[i:i + self.cfg.max_batch], time.monotonic()
+            samples = answer([request for request, _ in part])
+            self.spent["generation"] += time.monotonic() - start
+            self.spent["batches"] += 1
+            for (_, future), sample in zip(part, samples, strict=True):
                 self.waiting.discard(future)
                 future.set_result(sample)
+
+    def clock(self) -> Counter:
+        """Seconds so far, of all browsers: busy, of these waiting for a model and for pages; generation."""
+        return sum((session.spent for session in self.sessions), self.spent)
 
     def _gather(self) -> list:
         """Block for one message, then take all that have arrived. A thread's exception ends the run here."""
@@ -446,6 +457,7 @@ class Pool(contextlib.AbstractContextManager):
             self.jobs.put((-1, next(self.numbers), None))
         for future in list(self.waiting):
             future.cancel()
+        self.inbox.put(ConnectionError("the pool is closed"))     # to a `run` in another thread
         start = time.monotonic()
         for patience in (2, 5, 8, 11, 14):        # s; a page that is busy is not waited for
             for t in self.threads:

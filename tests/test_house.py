@@ -113,7 +113,8 @@ def test_sizes(file):
 # ---------------------------------------------------------------------------------------------------- imports
 TOOLS = {"llm", "prompts", "actions"}
 MAY_IMPORT = {"runtime": set(), "actions": set(), "prompts": set(), "policy": set(), "llm": set(),
-              "chromium": set(), "browser": {"actions", "chromium"}, "trajectories": {"actions"},
+              "chromium": set(), "engine": {"policy"}, "bookkeeping": {"rollout"},
+              "browser": {"actions", "chromium"}, "trajectories": {"actions"},
               "dialects": {"actions"}, "agents": {"actions", "dialects", "llm", "policy", "prompts"},
               "rollout": {"actions", "dialects", "prompts", "browser", "chromium"},
               "episode_log": {"actions", "browser", "rollout"},
