@@ -457,7 +457,6 @@ class Pool(contextlib.AbstractContextManager):
             self.jobs.put((-1, next(self.numbers), None))
         for future in list(self.waiting):
             future.cancel()
-        self.inbox.put(ConnectionError("the pool is closed"))     # to a `run` in another thread
         start = time.monotonic()
         for patience in (2, 5, 8, 11, 14):        # s; a page that is busy is not waited for
             for t in self.threads:
