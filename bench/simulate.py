@@ -13,8 +13,9 @@ M episodes in lock-step with a fixed wait after each action, a separate pass for
 samples trained, on the GPUs that do not generate. That code steps its pages one by one; stepped together, the
 model comes near the 720 GPU-hours that the paper reports, so this is what counts as its design here.
 
---run fits page, generation and update costs to the first half of a run's rollout batches (log.jsonl, steps
-from episodes.jsonl) and foretells the seconds of the second half from the structure of its episodes.
+--run fits page, generation and update costs to every other rollout batch of a run (log.jsonl, steps from
+episodes.jsonl) and foretells the seconds of those between from the structure of their episodes: the speed of
+a machine drifts, so halves would compare two machines.
 
 The last line is JSON: paper_design_gpu_hours, ours_gpu_hours, assumed, measured; with --run: error.
 """
@@ -187,7 +188,7 @@ def paper_design(cfg: Config, together: bool) -> dict:
 
 # ----------------------------------------------------------------------------------------- against a real run
 def validate(directory: Path) -> dict:
-    """Costs fitted to the first half of a run's batches; the second half's seconds, foretold and real."""
+    """Costs fitted to every other of a run's batches; the others' seconds, foretold and real."""
     cfg = json.loads((directory / "config.json").read_text())
     log = [line for line in runtime.read_jsonl(directory / "log.jsonl") if "phases" in line]
     if len(log) < 4:
@@ -195,7 +196,7 @@ def validate(directory: Path) -> dict:
     steps = defaultdict(list)
     for e in runtime.read_jsonl(directory / "episodes.jsonl"):
         steps[e["batch"]].append(len(e["steps"]))
-    half, threads = len(log) // 2, cfg["threads"]
+    threads = cfg["threads"]
     plans = lambda line: line["episodes"] / cfg["M"] if cfg["use_plan"] else 0
     tasks = lambda line: plans(line) / cfg["K"]
 
@@ -210,7 +211,7 @@ def validate(directory: Path) -> dict:
                 out[keep] = x
                 return out
             keep.pop(int(x.argmin()))
-    known = log[:half]
+    known = log[::2]
     count = lambda line: sum(steps[line["batch"]])
     opening, page = fit([[line["episodes"] + tasks(line), count(line)] for line in known],
                         [line["phases"]["browser"] * threads for line in known])
@@ -219,10 +220,10 @@ def validate(directory: Path) -> dict:
     per_sample, still = fit([[line.get("trained_A", 0) + line.get("trained_D", 0), 1] for line in known],
                             [line["seconds"] - line["seconds_rollout"] for line in known])
     costs = Costs(lambda: page, lambda: opening, lambda n: fixed + each * n, 0.0)
-    print(f"fitted to batches 0-{half - 1}: open {opening:.3f} s, page {page:.3f} s, generation {fixed:.3f} "
+    print(f"fitted to every other batch: open {opening:.3f} s, page {page:.3f} s, generation {fixed:.3f} "
           f"s + {each:.4f} s per request, update {per_sample:.4f} s per sample + {still:.2f} s")
     foretold, real = [], []
-    for line in log[half:]:
+    for line in log[1::2]:
         looks = [1] * round(tasks(line))           # the first look at a task is an episode of one request
         seconds, _, _ = rollout(looks + steps[line["batch"]], threads, costs, cfg["max_batch"])
         trained = line.get("trained_A", 0) + line.get("trained_D", 0)

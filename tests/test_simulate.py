@@ -48,7 +48,7 @@ def test_the_whole_run_is_bounded_by_what_must_be_done():
 
 
 def test_a_run_that_follows_the_model_is_foretold(tmp_path):
-    """A log made of the model's own times: costs are found in its first half, its second half foretold."""
+    """A log made of the model's own times: costs are found in one half of it, the other half is foretold."""
     truth, dice = Costs(lambda: 0.2, lambda: 0.5, lambda n: 0.05 + 0.01 * n, 0.0), random.Random(0)
     cfg = {"threads": 3, "K": 2, "M": 3, "use_plan": True, "max_batch": 64}
     log, episodes = [], []
