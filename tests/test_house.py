@@ -112,7 +112,9 @@ def test_sizes(file):
 
 # ---------------------------------------------------------------------------------------------------- imports
 TOOLS = {"llm", "prompts", "actions"}
-MAY_IMPORT = {"runtime": set(), "actions": set(), "prompts": set(), "policy": set(), "llm": set(),
+MAY_IMPORT = {"runtime": set(), "actions": set(), "prompts": set(), "policy": {"attention"}, "llm": set(),
+              "attention": set(), "flops": set(),
+              "data": {"trajectories", "actions", "attention", "policy", "prompts"},
               "chromium": set(), "browser": {"actions", "chromium"}, "trajectories": {"actions"},
               "rollout": {"actions", "prompts", "browser", "chromium"},
               "episode_log": {"actions", "browser", "rollout"},
