@@ -70,7 +70,8 @@ def parse_args(Config, argv=None, program=None, stage=None, commands=()):
     for f in dataclasses.fields(Config):
         required = f.default is dataclasses.MISSING
         shown = "required" if required else f"default {f.default!r}"
-        parser.add_argument(f"--{f.name}", type=_boolean if f.type is bool else f.type,
+        switch = {"nargs": "?", "const": True} if f.type is bool else {}     # --flag alone is --flag true
+        parser.add_argument(f"--{f.name}", type=_boolean if f.type is bool else f.type, **switch,
                             metavar=f.type.__name__.upper(),
                             help=f"{comments.get(f.name, '')} ({shown})".strip().replace("%", "%%"))
     args = vars(parser.parse_args(argv))

@@ -150,23 +150,26 @@ def build(cfg: Config, world):
     if cfg.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     module = TargetLogp(model.train())
-    if world.size > 1:
-        precision = {"param_dtype": getattr(torch, cfg.dtype), "reduce_dtype": torch.float32}
-        # a block's inputs keep their dtype: the vision tower's rotary angles are float32
-        inner = MixedPrecisionPolicy(**precision, cast_forward_inputs=False)
-        for block in [*model.model.language_model.layers, *model.model.visual.blocks]:
-            fully_shard(block, mp_policy=inner)
-        fully_shard(module, mp_policy=MixedPrecisionPolicy(**precision))
-        register_fsdp_forward_method(module, "generate")
+    return shard(module, getattr(torch, cfg.dtype)) if world.size > 1 else module
+
+
+def shard(module: TargetLogp, dtype: torch.dtype) -> TargetLogp:
+    """FSDP2 over all ranks, one group of parameters per decoder layer and vision block, the rest in one."""
+    precision = {"param_dtype": dtype, "reduce_dtype": torch.float32}
+    # a block's inputs keep their dtype: the vision tower's rotary angles are float32
+    inner = MixedPrecisionPolicy(**precision, cast_forward_inputs=False)
+    for block in [*module.model.model.language_model.layers, *module.model.model.visual.blocks]:
+        fully_shard(block, mp_policy=inner)
+    fully_shard(module, mp_policy=MixedPrecisionPolicy(**precision))
+    register_fsdp_forward_method(module, "generate")
     return module
 
 
 def on_device(batch: dict, device) -> dict:
-    """The micro-batch's tensors on `device`."""
+    """What the module needs of a micro-batch, on `device`."""
     move = lambda t: t.to(device, non_blocking=True)
-    return batch | {"inputs": {k: move(t) for k, t in batch["inputs"].items()}, "y": move(batch["y"]),
-                    "where": move(batch["where"]),
-                    "pieces": batch["pieces"] and pieces_to(batch["pieces"], device)}
+    return {"inputs": {k: move(t) for k, t in batch["inputs"].items()}, "y": move(batch["y"]),
+            "where": move(batch["where"]), "pieces": batch["pieces"] and pieces_to(batch["pieces"], device)}
 
 
 def learning_rate(step: int, steps: int, cfg: Config) -> float:
@@ -271,9 +274,11 @@ def evaluate(module, held: data.Steps, cfg: Config, world, blank: dict) -> dict:
         for item in held.load(0, len(held), cfg.workers, world.device):
             rounds = max(gather_objects(len(item["batches"]), world))
             for batch in item["batches"] + [blank] * (rounds - len(item["batches"])):
-                batch = on_device(batch, world.device)
-                logp_n = module(batch)
-                texts = answers(module, batch, held.source.inputs) if cfg.role == "actor" else []
+                tensors = on_device(batch, world.device)
+                logp_n = module(tensors)
+                texts = []
+                if cfg.role == "actor":
+                    texts = answers(module, batch["examples"], tensors["inputs"], held.source.inputs)
                 if batch["examples"][0][-1] is None:                       # the blank one
                     continue
                 total, n = total - float(logp_n.sum()), n + len(logp_n)
@@ -288,21 +293,21 @@ def evaluate(module, held: data.Steps, cfg: Config, world, blank: dict) -> dict:
     return {"loss": sum(e[0] for e in every) / max(1, sum(e[1] for e in every)), "kinds": kinds}
 
 
-def answers(module, batch: dict, inputs: Inputs) -> list[str]:
+def answers(module, examples: list, images: dict, inputs: Inputs) -> list[str]:
     """What the model writes, greedily, for every example of a micro-batch."""
     from transformers import GenerationConfig
-    prompts = [torch.tensor(prompt) for prompt, *_ in batch["examples"]]
+    prompts = [torch.tensor(prompt) for prompt, *_ in examples]
     ids = nn.utils.rnn.pad_sequence(prompts, True, inputs.pad_id, padding_side="left")
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(p) for p in prompts], True, padding_side="left")
     tensors = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == inputs.image_id).long()}
-    tensors = {k: t.to(batch["y"].device) for k, t in tensors.items()}
-    longest = max(len(target) for _, target, *_ in batch["examples"])
+    tensors = {k: t.to(images["pixel_values"].device) for k, t in tensors.items()}
+    tensors |= {k: images[k] for k in ("pixel_values", "image_grid_thw")}
+    longest = max(len(target) for _, target, *_ in examples)
     # an unset field would come from the checkpoint
     settings = GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=2 * longest, min_new_tokens=0,
                                 repetition_penalty=1.0, no_repeat_ngram_size=0, use_cache=True,
                                 eos_token_id=inputs.stop_ids, pad_token_id=inputs.pad_id)
-    images = {k: batch["inputs"][k] for k in ("pixel_values", "image_grid_thw")}
-    out = module.generate(tensors | images, settings)
+    out = module.generate(tensors, settings)
     return inputs.tokenizer.batch_decode(out[:, ids.shape[1]:], skip_special_tokens=True)
 
 
@@ -384,9 +389,8 @@ def train_step(item: dict, module, optimizer, lr, blank, cfg: Config, world) -> 
     total, counted = torch.zeros((), device=world.device), 0.0
     for i in range(rounds):
         batch, weight = (batches[i], 1.0) if i < len(batches) else (blank, 0.0)
-        batch = on_device(batch, world.device)
         with autocast(cfg, world):
-            loss = loss_sft(module(batch), n_tokens) * weight
+            loss = loss_sft(module(on_device(batch, world.device)), n_tokens) * weight
         (loss * world.size).backward()                 # FSDP2 averages the gradients over the ranks
         total += loss.detach()
         counted += weight * flops.training_flops(module.model.config, batch["lengths"], batch["grids"],
