@@ -45,7 +45,8 @@ def config_7b(layers: int = LAYERS, narrow: int = 1):
                                 "mrope_section": [n // narrow for n in (16, 24, 24)]}}
     vision = {"depth": 32, "hidden_size": 1280 // narrow, "intermediate_size": 3420 // narrow,
               "num_heads": 16, "out_hidden_size": 3584 // narrow, "fullatt_block_indexes": [7, 15, 23, 31],
-              "window_size": 112, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3}
+              "window_size": 112, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
+              "in_channels": 3}
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE_ID // narrow,
                             tie_word_embeddings=False)
 
