@@ -433,6 +433,7 @@ class Pool(contextlib.AbstractContextManager):
     def close(self) -> None:
         """End all browsers; returns within 15 s whatever the pages do."""
         self.closing.set()
+        self.inbox.put(RuntimeError("the pool is closed"))
         for _ in self.threads:
             self.jobs.put((-1, next(self.numbers), None))
         for future in list(self.waiting):

@@ -1,6 +1,6 @@
 """Scripted demonstrations of MiniWoB++ tasks in real Chromium, in ScaleCUA's record format.
 
-    python demo/demonstrate.py --out runs/demo/trajectories              # 3 minutes on two busy cores
+    python demo/demonstrate.py --out runs/demo/trajectories              # a minute on two cores
 
 The demonstrator is good but not perfect, as people are; what is wrong with it is written down here:
 - Habits of planning (`HABITS`): on some tasks it usually sets out with a wrong plan, and carries that out

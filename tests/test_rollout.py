@@ -4,6 +4,7 @@ import hashlib
 import json
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
 import psutil
@@ -223,6 +224,46 @@ def test_an_error_of_the_model_ends_the_run_and_all_browsers(site):
     assert time.monotonic() - start < 30 and not psutil.Process().children(recursive=True)
 
 
+class Server:
+    """A model on a server: it answers each request by itself, and is out of order for the first few."""
+
+    def __init__(self, out_of_order):
+        self.out_of_order, self.executor = out_of_order, ThreadPoolExecutor(4)
+
+    def submit(self, request):
+        return self.executor.submit(self.answer, request)
+
+    def answer(self, request):
+        if self.out_of_order > 0:
+            self.out_of_order -= 1
+            raise ConnectionError("model server http://there: no answer")
+        return sample("1. click: it") if request.role == "decomposer" else act([request])[0]
+
+
+def test_a_model_on_a_server_answers_and_its_outages_are_data(site):
+    models = {"decomposer": Server(0), "actor": Server(1)}
+    (group,) = play(site, [site.task("ok")], models, K=2, M=2, use_plan=True)
+    assert [e.status for e in episodes([group])] == ["success"] * 4
+    assert sum((e.retried for e in episodes([group])), []) == ["model"]
+    assert {p.text for p in group.plans} == {"1. click: it"}
+    (group,) = play(site, [site.task("ok")], {"decomposer": Server(1), "actor": Server(0)}, use_plan=True)
+    assert [(e.status, e.retried) for e in episodes([group])] == [("success", ["model"])]
+    (lost,) = episodes(play(site, [site.task("ok")], {"actor": Server(9)}))
+    assert (lost.status, lost.fault, lost.reward) == ("infra", "model", None) and "no answer" in lost.error
+
+
+def test_a_pool_that_is_closed_does_not_wait_for_a_server_and_says_so(site):
+    silent = SimpleNamespace(submit=lambda request: Future())
+    pool = Pool(site, Prompts(), RolloutConfig(**SETTINGS))
+    run = pool.run([site.task("ok")], 1, 1, 0, {"actor": silent}, False)
+    waiter = threading.Timer(4.0, pool.close)
+    waiter.start()
+    with pytest.raises(RuntimeError, match="closed"):
+        list(run)
+    waiter.join()
+    assert not any(t.is_alive() for t in pool.threads) and not psutil.Process().children(recursive=True)
+
+
 def test_an_episode_beyond_its_deadline_is_cut_and_not_run_again(site):
     def slow(requests):
         threading.Event().wait(3.5)
@@ -247,7 +288,7 @@ def test_close_takes_no_longer_than_15_seconds_whatever_the_pages_do(site):
     )
 
     def wait():
-        with pytest.raises(RuntimeError, match="over"):
+        with pytest.raises(RuntimeError, match="closed"):
             list(busy)
 
     waiter = threading.Thread(target=wait, daemon=True)
@@ -258,8 +299,8 @@ def test_close_takes_no_longer_than_15_seconds_whatever_the_pages_do(site):
     pool.close()
     assert time.monotonic() - start < 15 and not any(t.is_alive() for t in pool.threads)
     assert not psutil.Process().children(recursive=True)
-    pool.inbox.put(RuntimeError("over"))
-    waiter.join()
+    waiter.join(2)
+    assert not waiter.is_alive()
 
 
 def test_the_environment_is_left_after_every_attempt(site, monkeypatch):
