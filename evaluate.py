@@ -6,8 +6,8 @@
     --use_plan false evaluates an actor without a decomposer
 
 In:  stage 2's checkpoints, stage 3's run directory for the adapters, an environment's tasks.
-Out: RUN/episodes.jsonl + shots/ (fields: episode_log.py), RUN/result.json: success per site and over all tasks,
-     with the counts of episodes that have no verdict.
+Out: RUN/episodes.jsonl + shots/ (fields: episode_log.py), RUN/result.json: success per site and over all
+     tasks, with the counts of episodes that have no verdict.
 One plan per episode at temperature 0, actor at temperature 0 (PAPER-GAP 14), at most 15 steps. Episodes that
 have a verdict are never run again; those that infrastructure broke are, on the next call, and are never
 averaged in.

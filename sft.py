@@ -319,6 +319,7 @@ def autocast(cfg: Config, world):
 def main(cfg: Config) -> None:
     if cfg.role not in ("decomposer", "actor"):
         raise UserError(f"--role {cfg.role}: choose decomposer or actor")
+    trajectories.read_meta(cfg.meta)                   # says what is missing before anything is written
     with process_group() as world:
         run = open_run(cfg.run, cfg, world, free=FREE)
         if not (run / "hf" / "config.json").exists():
@@ -345,42 +346,39 @@ def train(cfg: Config, world, run: Path) -> None:
         quarantine = trajectories.Quarantine(run / "quarantine.jsonl")
     rate = flops.matrix_rate(world.device, getattr(torch, cfg.dtype))
     bar = tqdm(total=total, initial=done, unit="step", desc=f"SFT {cfg.role}", disable=not world.main)
-    items = iter(steps.load(done, total, cfg.workers, world.device))
-    for step in range(done, total):
-        start = time.monotonic()
-        item = next(items)
-        waited = time.monotonic() - start
-
+    start = time.monotonic()
+    for step, item in enumerate(timed(steps.load(done, total, cfg.workers, world.device)), done):
         # 2 · forward and backward (Eqs. 3, 4), clip, step
         lr = learning_rate(step, total, cfg)
         line, left_out = train_step(item, module, optimizer, lr, blank, cfg, world)
 
-        # 3 · log, checkpoint, evaluate
+        # 3 · log, evaluate, checkpoint
         seconds = time.monotonic() - start
-        waits = gather_objects((waited / seconds, peak_memory(world)), world)
         if world.main:
             for where, reason in left_out:
                 quarantine.leave_out(where, reason)
             append_jsonl(run / "log.jsonl", [{
-                "step": step + 1, "of": total, **line, "samples_per_s": line["records"] / seconds,
+                "step": step + 1, "of": total, **line, "data_wait": line["data_wait"] / seconds,
+                "samples_per_s": line["records"] / seconds,
                 "tokens_per_s": line["positions"] * (1 - line["padding"]) / seconds,
-                "mfu": line["flops"] / seconds / rate / world.size,
-                "data_wait": max(w for w, _ in waits), "peak_gb": max(p for _, p in waits)}])
+                "mfu": line["flops"] / seconds / rate / world.size}])
             bar.set_postfix(loss=f"{line['loss']:.3f}")
             bar.update()
         checkpoints.finish(wait=False)
-        if (step + 1) % cfg.save_every == 0 or step + 1 == total:
-            checkpoints.save(step + 1)
         if len(held) and ((step + 1) % cfg.eval_every == 0 or step + 1 == total):
             result = evaluate(module, held, cfg, world, blank)
             if world.main:
                 append_jsonl(run / "eval.jsonl", [{"step": step + 1, **result}])
+        if (step + 1) % cfg.save_every == 0 or step + 1 == total:
+            checkpoints.save(step + 1)
+        start = time.monotonic()
     checkpoints.finish()
     write_hf(module, inputs, run / "hf", cfg.dtype, world)
 
 
 def train_step(item: dict, module, optimizer, lr, blank, cfg: Config, world) -> tuple[dict, list]:
-    """One optimizer step on every rank's share `item`; returns (log line, what was left out on any rank)."""
+    """One optimizer step on every rank's share `item`; returns (log line, what was left out on any rank).
+    The line's `data_wait` is in seconds."""
     batches = item.pop("batches")
     every = gather_objects(item | {"rounds": len(batches)}, world)
     n_tokens = max(1, sum(e["targets"] for e in every))
@@ -396,14 +394,23 @@ def train_step(item: dict, module, optimizer, lr, blank, cfg: Config, world) -> 
         counted += weight * flops.training_flops(module.model.config, batch["lengths"], batch["grids"],
                                                  len(batch["y"]), cfg.freeze_vision)
     norm = step_(module, optimizer, lr, cfg.max_norm)
-    sums = gather_objects((float(total), counted), world)
+    sums = gather_objects((float(total), counted, peak_memory(world)), world)
     size = blank["inputs"]["input_ids"].numel()        # a blank micro-batch is padding altogether
     shown = sum(e["positions"] + (rounds - e["rounds"]) * size for e in every)
     return {"loss": sum(s[0] for s in sums), "lr": lr, "grad_norm": norm, "tokens": n_tokens,
             "records": sum(e["records"] for e in every), "too_long": sum(e["too_long"] for e in every),
             "unreadable": sum(len(e["left_out"]) - e["too_long"] for e in every), "rounds": rounds,
             "positions": shown, "padding": 1 - sum(e["tokens"] for e in every) / shown,
-            "flops": sum(s[1] for s in sums)}, [x for e in every for x in e["left_out"]]
+            "flops": sum(s[1] for s in sums), "peak_gb": max(s[2] for s in sums),
+            "data_wait": max(e["waited"] for e in every)}, [x for e in every for x in e["left_out"]]
+
+
+def timed(items):
+    """The items, each with the seconds that were spent waiting for it."""
+    start = time.monotonic()
+    for item in items:
+        yield item | {"waited": time.monotonic() - start}
+        start = time.monotonic()
 
 
 def peak_memory(world) -> float:

@@ -184,7 +184,7 @@ def sft_measured(layers: int, cfg: SftConfig, device: str) -> dict:
     blank, world = batch, runtime.World(device=device)
     lines, ends = [], []
     for _ in range(cfg.steps + 1):
-        item = {"batches": [batch], "left_out": [], "too_long": 0, "records": cfg.records,
+        item = {"batches": [batch], "left_out": [], "too_long": 0, "records": cfg.records, "waited": 0.0,
                 "targets": len(batch["y"]), "tokens": cfg.row_tokens, "positions": cfg.row_tokens}
         lines.append(stage_2.train_step(item, module, optimizer, 1e-5, blank, stage, world)[0])
         ends.append(time.perf_counter())               # the norm's value was read: the device is done

@@ -98,7 +98,7 @@ def ours(cfg: Config) -> list[float]:
     module = sft.build(stage, world)
     optimizer = torch.optim.AdamW(module.parameters(), lr=stage.lr, weight_decay=0.0)
     ends = []
-    for k, item in enumerate(steps.load(0, len(steps), cfg.workers, "cpu")):
+    for k, item in enumerate(sft.timed(steps.load(0, len(steps), cfg.workers, "cpu"))):
         lr = sft.learning_rate(k, len(steps), stage)
         line, _ = sft.train_step(item, module, optimizer, lr, blank, stage, world)
         ends.append(time.perf_counter())

@@ -275,8 +275,8 @@ def test_workers_change_nothing_and_a_later_start_goes_on_with_the_next(source):
     assert alone[3:] == seen(steps.load(3, 8, 0, "cpu"))
 
 
-def test_what_cannot_be_read_or_is_too_long_is_left_out_whole_and_named(corpus, tiny_model, tmp_path):
-    longest = 100
+def test_what_cannot_be_read_or_is_too_long_is_left_out_whole_and_named(corpus, tiny_model, source, tmp_path):
+    longest = sorted(map(len, encoded(source, n=36)))[18]
     cfg = config(corpus, tiny_model, tmp_path / "run", max_steps=6, max_length=longest)
     sft.main(cfg)
     lines = log(cfg.run)
@@ -285,7 +285,7 @@ def test_what_cannot_be_read_or_is_too_long_is_left_out_whole_and_named(corpus, 
     assert len(names) == len(reasons) == sum(o["too_long"] + o["unreadable"] for o in lines)
     assert sum(o["unreadable"] for o in lines) == 2 and sum(o["too_long"] for o in lines) > 0
     assert "broken.png" in reasons["41"] and "ratio" in reasons["42"]
-    assert all("--max_length is 100" in v for k, v in reasons.items() if k not in ("41", "42"))
+    assert all(f"--max_length is {longest}" in v for k, v in reasons.items() if k not in ("41", "42"))
     assert sum(o["records"] for o in lines) + len(reasons) == 42
 
 
