@@ -352,7 +352,7 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "
 
 def launched(ranks, *flags):
     """sft.py as torchrun starts it, in `ranks` processes."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--"]
     process = subprocess.run([sys.executable, *torchrun, "sft.py", *flags], cwd=ROOT, env=ENV, text=True,
                              capture_output=True, timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]
