@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 from torch.utils.checkpoint import checkpoint
 
+from attention import group_windows
 from runtime import UserError
 
 # N samples, S positions of a padded row, T response tokens, n of all samples, V vocabulary, H hidden size
@@ -125,7 +126,8 @@ def load_model(path, device="cpu", dtype="float32"):
     kind = AutoConfig.from_pretrained(path).model_type
     if kind != "qwen2_5_vl":
         raise UserError(f"checkpoint {path} is a {kind} model; both roles need a qwen2_5_vl one")
-    return Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
+    return group_windows(model)
 
 
 class Inputs:
@@ -137,6 +139,7 @@ class Inputs:
         need_checkpoint(path)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.images = Qwen2VLImageProcessorPil.from_pretrained(path)
+        self.cell = self.images.patch_size * self.images.merge_size  # pixels a side of one image token
         ids = {name: self.tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in
                ("image_pad", "video_pad", "vision_start", "vision_end", "vision_pad", "im_end", "endoftext")}
         self.image_id, self.end_id = ids["image_pad"], ids["im_end"]
@@ -153,9 +156,12 @@ class Inputs:
 
     def size(self, png: bytes) -> tuple[int, int]:
         """Width and height after the processor's resize: the space of the model's coordinates."""
+        return self.resized(*Image.open(io.BytesIO(png)).size)
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """The same for an image of this size. ValueError: a side over 200 times the other."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-        width, height = Image.open(io.BytesIO(png)).size
-        height, width = smart_resize(height, width, factor=self.images.patch_size * self.images.merge_size,
+        height, width = smart_resize(height, width, factor=self.cell,
                                      min_pixels=self.images.size["shortest_edge"],
                                      max_pixels=self.images.size["longest_edge"])
         return width, height
@@ -163,12 +169,11 @@ class Inputs:
     def encode(self, system: str, user: str, png: bytes) -> tuple[list[int], tuple[int, int]]:
         """Prompt ids (image placeholder repeated once per image token) and the image size the model sees."""
         width, height = self.size(png)
-        cell = self.images.patch_size * self.images.merge_size
         turn = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": plain(user)}]}]
         if system:
             turn.insert(0, {"role": "system", "content": [{"type": "text", "text": plain(system)}]})
         text = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        text = text.replace("<|image_pad|>", "<|image_pad|>" * ((width // cell) * (height // cell)))
+        text = text.replace("<|image_pad|>", "<|image_pad|>" * (width * height // self.cell ** 2))
         return self.tokenizer(text, add_special_tokens=False)["input_ids"], (width, height)
 
     def batch(self, prompts: list[list[int]], pngs: list[bytes], responses=None, left=False,

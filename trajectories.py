@@ -175,10 +175,17 @@ def _platform(*texts: str) -> str:
 def read_records(meta_paths, quarantine: Quarantine | None = None, repeat: bool = True) -> Iterator[Record]:
     """Every usable record of the meta files, in file order. `repeat`: as often as its data set's repeat_time
     says (a share is drawn with a fixed seed); otherwise once, where that is not 0."""
+    for _, _, record in located_records(meta_paths, quarantine, repeat):
+        yield record
+
+
+def located_records(meta_paths, quarantine: Quarantine | None = None,
+                    repeat: bool = True) -> Iterator[tuple[int, int, Record]]:
+    """The same with their place: (position in `read_meta`, offset of the line, record)."""
     quarantine = quarantine or Quarantine()
-    for entry in read_meta(meta_paths):
+    for file, entry in enumerate(read_meta(meta_paths)):
         dice = random.Random(f"42 {entry.name}")
-        for where, line in _lines(entry) if entry.repeat else ():
+        for where, offset, line in _lines(entry) if entry.repeat else ():
             copies = int(entry.repeat) + (dice.random() < entry.repeat % 1) if repeat else 1
             if not copies:
                 continue
@@ -188,14 +195,16 @@ def read_records(meta_paths, quarantine: Quarantine | None = None, repeat: bool 
                 quarantine.leave_out(where, str(e))
                 continue
             for _ in range(copies):
-                yield record
+                yield file, offset, record
 
 
-def _lines(entry: Entry) -> Iterator[tuple[str, bytes]]:
+def _lines(entry: Entry) -> Iterator[tuple[str, int, bytes]]:
+    offset = 0
     with open(entry.annotation, "rb") as f:
         for number, line in enumerate(f, 1):
             if line.strip():
-                yield f"{entry.annotation}:{number}", line
+                yield f"{entry.annotation}:{number}", offset, line
+            offset += len(line)
 
 
 def parse_record(line: str | bytes, entry: Entry, where: str = "",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import png
 from test_grpo_log import log_of
+from test_readme import glossary
 from vllm_stub import VllmStub
 
 import engine

@@ -112,7 +112,9 @@ def test_sizes(file):
 
 # ---------------------------------------------------------------------------------------------------- imports
 TOOLS = {"llm", "prompts", "actions"}
-MAY_IMPORT = {"runtime": set(), "actions": set(), "prompts": set(), "policy": set(), "llm": set(),
+MAY_IMPORT = {"runtime": set(), "actions": set(), "prompts": set(), "policy": {"attention"}, "llm": set(),
+              "attention": set(), "flops": set(),
+              "data": {"trajectories", "actions", "attention", "policy", "prompts"},
               "chromium": set(), "engine": {"policy"}, "bookkeeping": {"rollout"},
               "browser": {"actions", "chromium"}, "trajectories": {"actions"},
               "dialects": {"actions"}, "agents": {"actions", "dialects", "llm", "policy", "prompts"},

@@ -84,7 +84,7 @@ def test_stage_1_killed_and_resumed(decompositions):
 def sft(data, role, name, *more):
     return ["sft.py", "--role", role, "--model", data / "model", "--meta", data / "trajectories/meta.json",
             "--decompositions", data / "decompositions.jsonl", "--run", data / name, *TINY,
-            "--batch_size", 16, "--accumulation", 1, "--lr", "3e-3", "--save_every", 10, *more]
+            "--global_batch", 16, "--batch_size", 16, "--lr", "3e-3", "--save_every", 10, *more]
 
 
 @pytest.fixture(scope="module")
