@@ -12,6 +12,7 @@ AutoProcessor (it needs torchvision): `encode` and `batch` make the inputs, `mm_
 """
 
 import copy
+import inspect
 import io
 import json
 import re
@@ -234,10 +235,9 @@ class Policy:
         self.seen = weakref.WeakValueDictionary()     # png -> features, for as long as a sample holds them
         self.banned = torch.tensor(self.inputs.banned, device=device)
         self.autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")
-        if checkpointing:                       # transformers asks the layer itself, never its children
+        self.checkpointing = checkpointing
+        if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            for layer in self.model.model.language_model.layers:
-                layer.training = True
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The adapter's parameters by name: chosen by name, not by requires_grad,
@@ -248,6 +248,12 @@ class Policy:
 
     def encode(self, system: str, user: str, png: bytes):
         return self.inputs.encode(system, user, png)
+
+    def _recompute(self, on: bool) -> None:
+        """Activations in the backward pass. transformers asks each layer's own `training`, never its
+        children's; older ones drop the cache of a layer that has it, so it is off while we sample."""
+        for layer in self.model.model.language_model.layers:
+            layer.training = on and self.checkpointing
 
     def see(self, pngs: list[bytes]) -> list[torch.Tensor]:
         """(image tokens, H) features of each screenshot, in host memory. The vision tower is frozen: equal
@@ -263,16 +269,20 @@ class Policy:
         return [seen[png] for png in pngs]
 
     def model_inputs(self, prompts, sizes, features, responses=None, left=False) -> dict:
-        """Padded inputs with images that are encoded already."""
-        from transformers.modeling_outputs import BaseModelOutputWithPooling
-        inputs = self.inputs.texts(prompts, responses, left) | {"image_grid_thw": self.inputs.grids(sizes)}
-        return ({k: v.to(self.device) for k, v in inputs.items()}
-                | {"mm_encoder_outputs": {"image": BaseModelOutputWithPooling(pooler_output=features)}})
+        """Padded inputs with images that are encoded already: embeddings and M-RoPE positions."""
+        texts = {k: v.to(self.device) for k, v in self.inputs.texts(prompts, responses, left).items()}
+        ids = texts.pop("input_ids")
+        embeds = self.model.get_input_embeddings()(ids)
+        image = torch.cat(features).to(embeds.device, embeds.dtype)
+        positions, _ = self.model.model.get_rope_index(ids, image_grid_thw=self.inputs.grids(sizes), **texts)
+        return texts | {"inputs_embeds": embeds.masked_scatter((ids == self.inputs.image_id)[..., None], image),
+                        "position_ids": positions}
 
     @torch.inference_mode()
     def sample(self, requests: list) -> list[Sample]:
         """One response per request (system, user, png, seed, temperature, max_new_tokens), in one batch.
         Requests with the same prompt, as a task's K plans, share one prefill."""
+        self._recompute(False)
         encoded = [self.encode(q.system, q.user, q.png) for q in requests]
         features = self.see([q.png for q in requests])
         first, at = {}, []                            # prompt -> its row of the prefill; each request's row
@@ -293,9 +303,12 @@ class Policy:
         end or its limit. A request that has ended leaves the batch."""
         drawn, live = [([], []) for _ in at], list(range(len(at)))
         rows = torch.tensor(at, device=self.device)
-        out = self.model(**inputs, use_cache=True, logits_to_keep=1)
-        cache, logits_NV, mask_NS = out.cache, out.logits[:, -1][rows], inputs["attention_mask"][rows]
-        position_N = mask_NS.sum(-1) + self.model.model.rope_deltas[:, 0][rows]
+        from transformers import DynamicCache
+        cache = DynamicCache()
+        named = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        use = {named: cache, "use_cache": True}       # the newer transformers' name, or the older ones'
+        logits_NV = self.model(**inputs, **use, logits_to_keep=1).logits[:, -1][rows]
+        mask_NS, position_N = inputs["attention_mask"][rows], inputs["position_ids"][0, :, -1][rows] + 1
         cache.batch_select_indices(rows)
         while True:
             token_N, logp_N = sampler(logits_NV, live)
@@ -310,9 +323,9 @@ class Policy:
                 token_N, mask_NS, position_N = token_N[keep], mask_NS[keep], position_N[keep]
                 cache.batch_select_indices(keep)
             mask_NS = torch.nn.functional.pad(mask_NS, (0, 1), value=1)
-            out = self.model(input_ids=token_N[:, None], attention_mask=mask_NS, cache=cache, use_cache=True,
-                             position_ids=position_N[None, :, None].expand(3, -1, -1))
-            logits_NV, position_N = out.logits[:, -1], position_N + 1
+            logits_NV = self.model(input_ids=token_N[:, None], attention_mask=mask_NS, **use,
+                                   position_ids=position_N[None, :, None].expand(3, -1, -1)).logits[:, -1]
+            position_N = position_N + 1
 
     def read(self, q, prompt_ids, image_size, response_ids, logp, seen=None) -> Sample:
         """The Sample of a request's response, wherever that was drawn."""
@@ -329,6 +342,7 @@ class Policy:
         for s in samples:
             if bad := set(s.response_ids) & set(self.inputs.banned):
                 raise ValueError(f"a response holds the banned token ids {sorted(bad)}")
+        self._recompute(True)
         prompts, responses = [s.prompt_ids for s in samples], [s.response_ids for s in samples]
         for s, seen in zip(samples, self.see([s.png for s in samples])):
             s.seen = seen                             # kept for the next pass

@@ -243,8 +243,8 @@ policy.py: limit of the longest request for all
 + < max(limits)]
 
 policy.py: positions of new tokens one late
-- self.model.model.rope_deltas[:, 0][rows]
-+ self.model.model.rope_deltas[:, 0][rows] + 1
+- inputs["position_ids"][0, :, -1][rows] + 1
++ inputs["position_ids"][0, :, -1][rows] + 2
 
 policy.py: features of another screenshot
 - return [seen[png] for png in pngs]
