@@ -235,6 +235,10 @@ def switches(cfg: Config) -> dict:
         ours.learn(drawn)
     out["no separate pass for old log-probs"] = compared(cfg, with_old_pass, lambda: ours.learn(drawn))
 
+    alone = [replace(s, png=s.png + i.to_bytes(2), seen=None) for i, s in enumerate(drawn)]  # not equal
+    out["equal prompts share a training pass"] = compared(
+        cfg, lambda: ours.learn(alone), lambda: ours.learn(drawn))
+
     mixed = policy.sample([replace_user(q, " word" * (150 * (i % 4 == 0))) for i, q in
                            enumerate(ours.requests(cfg))])
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in mixed]
