@@ -239,11 +239,13 @@ def role_loss(role: str, term_NT, mask_NT, T_N, B: int, cfg: Config):
 
 
 def micro_batches(order: list[int], lengths: list[int], cfg: Config) -> list[list[int]]:
-    """`order`, by increasing length, in parts of at most micro_batch samples and micro_tokens tokens."""
+    """`order`, sorted by prompts and their length so that equal ones share a pass and little is padded, in
+    parts of at most micro_batch samples and micro_tokens tokens."""
     parts = [[]]
     for i in order:
         n = len(parts[-1]) + 1
-        if n > cfg.micro_batch or n > 1 and 0 < cfg.micro_tokens < n * lengths[i]:
+        longest = max(lengths[j] for j in [*parts[-1], i])
+        if n > cfg.micro_batch or n > 1 and 0 < cfg.micro_tokens < n * longest:
             parts.append([])
         parts[-1].append(i)
     return [part for part in parts if part]
@@ -256,7 +258,8 @@ def update(policy: Policy, optimizer, batch: Batch, B: int, cfg: Config, world) 
     """
     T = cfg.temperature_A if policy.role == "actor" else cfg.temperature_D
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in batch.samples]
-    order = sorted((i for i, a in enumerate(batch.adv) if a != 0 or cfg.beta > 0), key=lengths.__getitem__)
+    order = [i for i, a in enumerate(batch.adv) if a != 0 or cfg.beta > 0]
+    order.sort(key=lambda i: (len(batch.samples[i].prompt_ids), batch.samples[i].prompt_ids, lengths[i]))
     micro = micro_batches(order, lengths, cfg)
     logp_old, logp_ref, mismatch = {}, {}, 0.0
     logp_sampler = {i: torch.tensor(batch.samples[i].logp, device=policy.device) for i in order}

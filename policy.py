@@ -334,7 +334,8 @@ class Policy:
         return Sample(prompt_ids, q.png, image_size, response_ids, logp, text, cut, seen)
 
     def logp(self, samples: list[Sample], T: float, reference=False) -> list[torch.Tensor]:
-        """One (|response|,) float32 tensor of log π per sample, with gradient to the adapter.
+        """One (|response|,) float32 tensor of log π per sample, with gradient to the adapter. Samples of the
+        same prompt share its forward and backward pass.
 
         `reference` = without the adapter. Raises ValueError for a response that contains a banned id: its
         probability is 0, and an image id would also break the forward pass (lessons.md E12).
@@ -343,18 +344,42 @@ class Policy:
             if bad := set(s.response_ids) & set(self.inputs.banned):
                 raise ValueError(f"a response holds the banned token ids {sorted(bad)}")
         self._recompute(True)
-        prompts, responses = [s.prompt_ids for s in samples], [s.response_ids for s in samples]
         for s, seen in zip(samples, self.see([s.png for s in samples])):
             s.seen = seen                             # kept for the next pass
-        inputs = self.model_inputs(prompts, [s.image_size for s in samples], [s.seen for s in samples],
-                                   responses)
+        row, heads, tails, spans, at = {}, [], [], [], []
+        for s in samples:                             # one row per prompt, all its responses behind it
+            r = row.setdefault((tuple(s.prompt_ids), s.png), len(row))
+            if r == len(heads):
+                heads.append(s), tails.append([])
+            P, start = len(s.prompt_ids), len(s.prompt_ids) + len(tails[r])
+            end = start + len(s.response_ids)
+            tails[r] += s.response_ids
+            spans.append((r, start, end, start - P))
+            at.append([P - 1, *range(start, end - 1)][:end - start])      # what predicts its tokens
+        inputs = self.model_inputs([s.prompt_ids for s in heads], [s.image_size for s in heads],
+                                   [s.seen for s in heads], tails)
+        if len(heads) < len(samples):
+            inputs |= self._branches(inputs, spans)
         with self.autocast, (self.peft.disable_adapter() if reference else torch.enable_grad()):
             h_NSH = forward_hidden(self.model, inputs)
-            h = torch.cat([h_NSH[i, len(p) - 1:len(p) - 1 + len(r)]
-                           for i, (p, r) in enumerate(zip(prompts, responses))])
-            y = torch.tensor([t for r in responses for t in r], dtype=torch.long, device=self.device)
+            h = torch.cat([h_NSH[r, torch.tensor(i, dtype=torch.long, device=self.device)]
+                           for (r, *_), i in zip(spans, at)])
+            y = torch.tensor([t for s in samples for t in s.response_ids], device=self.device).long()
             return list(token_logp(h, self.model.lm_head.weight, y, T, self.banned)
-                        .split([len(r) for r in responses]))
+                        .split([len(s.response_ids) for s in samples]))
+
+    def _branches(self, inputs: dict, spans: list[tuple]) -> dict:
+        """Mask and positions for rows with several responses behind one prompt: each sees the prompt and
+        itself, and goes on where the prompt ends. Spans: (row, start, end, tokens from prompt to start)."""
+        part_NS = inputs["attention_mask"] - 1        # 0 in a prompt, -1 where padded, else its response
+        position_3NS = inputs["position_ids"].clone()
+        for n, (r, start, end, before) in enumerate(spans, 1):
+            part_NS[r, start:end] = n
+            position_3NS[:, r, start:end] -= before
+        of, by = part_NS[:, None, :], part_NS[:, :, None]             # seen, seeing
+        S = part_NS.shape[1]
+        mask_NSS = ((of == 0) | (of == by)) & torch.ones(S, S, dtype=torch.bool, device=self.device).tril()
+        return {"position_ids": position_3NS, "attention_mask": {"full_attention": mask_NSS[:, None]}}
 
     def twin(self) -> "Policy":
         """The same policy with a copy of the adapter, on the same frozen weights: it may generate in one

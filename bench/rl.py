@@ -7,7 +7,8 @@ The form is TRL's: flat GRPO (K = 1) with the policy's own loss (dr_grpo, no KL,
 with a screenshot each, `group` completions of exactly `tokens` tokens at T = 0.8, the same rewards (from a
 completion's sum of ids), LoRA r = 32, two optimizer steps on each rollout batch. Both sides run in a process
 of their own, in the environment .venv-rl (torch and torchvision of one release: TRL's processor needs them),
-one thread each, `turns` rollout batches after one that is not counted; medians are compared. Peak is the
+one thread each, `turns` rollout batches after one that is not counted; medians are compared. Seconds are CPU
+seconds of the process, so that other work on the machine does not count (pipeline: wall clock). Peak is the
 growth of the process's resident memory above what it was after loading.
 
     samples_per_s_vs_trl, peak_vs_trl   ours / TRL's (null where TRL is not there, and why)
@@ -109,9 +110,9 @@ class Ours:
         grpo_hier.update(self.policy, self.optimizer, data, self.cfg.prompts, self.settings, runtime.World())
 
     def turn(self) -> float:
-        start = time.perf_counter()
+        start = time.process_time()
         self.learn(self.policy.sample(self.requests(self.cfg)))
-        return time.perf_counter() - start
+        return time.process_time() - start
 
 
 class Trl:
@@ -141,7 +142,7 @@ class Trl:
 
         class Clock(transformers.TrainerCallback):
             def on_step_end(self, args, state, control, **_):
-                trainer.times.append(time.perf_counter())
+                trainer.times.append(time.process_time())
         self.trainer = GRPOTrainer(
             Qwen2_5_VLForConditionalGeneration.from_pretrained(cfg.model, dtype=torch.float32),
             reward_funcs=lambda completion_ids, **_: [reward(ids) for ids in completion_ids],
@@ -198,10 +199,10 @@ def compared(cfg: Config, without, with_) -> float:
     seconds = {without: [], with_: []}
     for turn in range(cfg.turns + 1):
         for run in (without, with_):
-            start = time.perf_counter()
+            start = time.process_time()
             run()
             if turn:
-                seconds[run].append(time.perf_counter() - start)
+                seconds[run].append(time.process_time() - start)
     return round(statistics.median(seconds[without]) / statistics.median(seconds[with_]), 3)
 
 
@@ -234,6 +235,10 @@ def switches(cfg: Config) -> dict:
                 policy.logp(drawn[i:i + cfg.micro_batch], 0.8)
         ours.learn(drawn)
     out["no separate pass for old log-probs"] = compared(cfg, with_old_pass, lambda: ours.learn(drawn))
+
+    alone = [replace(s, png=s.png + i.to_bytes(2), seen=None) for i, s in enumerate(drawn)]  # not equal
+    out["equal prompts share a training pass"] = compared(
+        cfg, lambda: ours.learn(alone), lambda: ours.learn(drawn))
 
     mixed = policy.sample([replace_user(q, " word" * (150 * (i % 4 == 0))) for i, q in
                            enumerate(ours.requests(cfg))])
@@ -306,7 +311,7 @@ def measured(side: str, model: str, cfg: Config) -> dict:
     if out.returncode:
         raise runtime.UserError(f"the side {side} failed: {out.stderr.strip()[-500:]}")
     result = json.loads(out.stdout.splitlines()[-1])
-    print(f"{side:5} {statistics.median(result['seconds']):7.2f} s per rollout batch and update, "
+    print(f"{side:5} {statistics.median(result['seconds']):7.2f} CPU s per rollout batch and update, "
           f"peak {result['peak'] / 2 ** 20:.0f} MiB")
     return result
 

@@ -223,8 +223,16 @@ policy.py: log-prob gradient of the chosen token only
 + W_VH[y].float())
 
 policy.py: log-probs one position late
-- h_NSH[i, len(p) - 1:len(p) - 1 + len(r)]
-+ h_NSH[i, len(p):len(p) + len(r)]
+- at.append([P - 1, *range(start, end - 1)][:end - start])
++ at.append([P, *range(start + 1, end)][:end - start])
+
+policy.py: responses behind one prompt see each other
+- mask_NSS = ((of == 0) | (of == by)) &
++ mask_NSS = (of >= 0) &
+
+policy.py: positions run on from the response before
+-             position_3NS[:, r, start:end] -= before
++
 
 policy.py: sampled end left out
 - return Sample(prompt_ids, q.png, image_size, response_ids, logp, text, cut, seen)
@@ -279,8 +287,8 @@ policy.py: one seed for all requests
 + manual_seed(0) for s in seeds]
 
 policy.py: response written again from its text
-- , [s.response_ids for s in samples]
-+ , [self.inputs.tokenizer(s.text)["input_ids"] for s in samples]
+- tails[r] += s.response_ids
++ tails[r] += self.inputs.tokenizer(s.text)["input_ids"]
 
 policy.py: dropout acts
 - adapter_name=role).eval()

@@ -233,6 +233,32 @@ def test_equal_prompts_share_one_prefill(policy):
         assert_same([torch.tensor(s.logp)], [torch.tensor(alone.logp)], 1e-5)
 
 
+def test_samples_of_one_prompt_share_its_pass_and_change_nothing(make_policy, monkeypatch):
+    for checkpointing in (False, True):
+        policy = make_policy(checkpointing=checkpointing)
+        a, b, image = png(95), png(96, (84, 112)), png(97)
+        samples = [make_sample(policy, 0, ids, user, shot) for ids, user, shot in (
+            ([5, 9, 300], "x", a), ([17, 8], "a longer prompt", b), ([40], "x", a), ([], "x", a),
+            ([9, 9, 9, 9, 7], "a longer prompt", b), ([5, 9, 300, 2], "alone", image), ([5, 9, 300], "x", a))]
+        rows, forward = [], policy_module.forward_hidden
+        monkeypatch.setattr(policy_module, "forward_hidden", lambda model, inputs:
+                            rows.append(inputs["input_ids"].shape[0]) or forward(model, inputs))
+        weight = [torch.randn(len(s.response_ids), generator=torch.Generator().manual_seed(i))
+                  for i, s in enumerate(samples)]
+        together = policy.logp(samples, 0.8)
+        assert rows == [3]
+        assert_same(together, [reference_logp(policy, s) for s in samples], 1e-5)
+        sum((row * w).sum() for row, w in zip(together, weight)).backward()
+        grads = {n: p.grad.clone() for n, p in policy.parameters().items()}
+        for p in policy.parameters().values():
+            p.grad = None
+        for s, w in zip(samples, weight):
+            (policy.logp([s], 0.8)[0] * w).sum().backward()
+        for n, p in policy.parameters().items():
+            assert torch.allclose(grads[n], p.grad, atol=1e-5 * float(p.grad.abs().max())), n
+        monkeypatch.undo()
+
+
 def test_a_twin_has_the_same_frozen_weights_and_an_adapter_of_its_own(make_policy, samples):
     policy = make_policy()
     twin = policy.twin()
