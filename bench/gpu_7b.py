@@ -73,9 +73,10 @@ def device_name() -> str:
 
 
 def write_result(name: str, result: dict) -> None:
-    """To bench/results, with the device's name, and to the last line."""
-    path = ROOT / f"bench/results/{name}_7b_{device_name()}.json"
-    runtime.write_atomic(path, json.dumps(result, indent=1) + "\n")
+    """To bench/results, with the GPU's name, and to the last line."""
+    if torch.cuda.is_available():                      # a rehearsal is no result
+        path = ROOT / f"bench/results/{name}_7b_{device_name()}.json"
+        runtime.write_atomic(path, json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
 
@@ -130,11 +131,15 @@ def sft_arithmetic(cfg: SftConfig) -> dict:
     text = config.text_config
     frozen = n["tower"] if cfg.freeze_vision else 0
     layer = n["layers"] / LAYERS
+    tower = config.vision_config
+    patches = cfg.records * cfg.image_height * cfg.image_width // tower.patch_size ** 2
     gb = {"sharded weights, gradients, AdamW (16 B; frozen 4 B)": (16 * n["all"] - 12 * frozen) / cfg.gpus,
           "gathered: two layers and embedding, head, merger (bf16)": 2 * (2 * layer + n["rest"]),
           "gradients of one layer and of the rest before they are reduced (fp32)": 4 * (layer + n["rest"]),
           "inputs of the layers, kept for the backward pass (bf16)":
               2 * text.hidden_size * LAYERS * cfg.row_tokens,
+          "inputs of the vision blocks, the same; none where the tower is frozen":
+              0 if cfg.freeze_vision else 2 * tower.hidden_size * tower.depth * patches,
           "one layer recomputed (four bf16 and one fp32 of the MLP's width)":
               12 * text.intermediate_size * cfg.row_tokens,
           "logits of 256 targets (fp32, three copies)": 12 * 256 * text.vocab_size}

@@ -157,8 +157,11 @@ def trainer(cfg: Config, trl: bool = False) -> list[float]:
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(stage.model, dtype=torch.float32)
     rest = {"model": model, "train_dataset": Records(steps.source), "data_collator": padded,
             "callbacks": [Clock()]}
-    if trl:
+    if trl:                              # it takes data sets of its own kind only: numbers, looked up later
+        from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
+        rest |= {"train_dataset": Dataset.from_dict({"i": list(range(len(steps.source.table)))}),
+                 "data_collator": lambda rows: padded([steps.source[row["i"]] for row in rows])}
         given |= {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
         run = SFTTrainer(args=SFTConfig(**given), processing_class=inputs.tokenizer, **rest)
     else:
