@@ -15,7 +15,8 @@ model comes near the 720 GPU-hours that the paper reports, so this is what count
 
 --run fits page, generation and update costs to every other rollout batch of a run (log.jsonl, steps from
 episodes.jsonl) and foretells the seconds of those between from the structure of their episodes: the speed of
-a machine drifts, so halves would compare two machines.
+a machine drifts, so halves would compare two machines. The first batch, which also starts the browsers, is
+left out. Pages and generation are taken to be independent, which they are not where they share two cores.
 
 The last line is JSON: paper_design_gpu_hours, ours_gpu_hours, assumed, measured; with --run: error.
 """
@@ -190,9 +191,9 @@ def paper_design(cfg: Config, together: bool) -> dict:
 def validate(directory: Path) -> dict:
     """Costs fitted to every other of a run's batches; the others' seconds, foretold and real."""
     cfg = json.loads((directory / "config.json").read_text())
-    log = [line for line in runtime.read_jsonl(directory / "log.jsonl") if "phases" in line]
+    log = [line for line in runtime.read_jsonl(directory / "log.jsonl") if "phases" in line][1:]
     if len(log) < 4:
-        raise runtime.UserError(f"{directory}: {len(log)} rollout batches with phases; at least 4 are needed")
+        raise runtime.UserError(f"{directory}: {len(log) + 1} rollout batches with phases; 5 are needed")
     steps = defaultdict(list)
     for e in runtime.read_jsonl(directory / "episodes.jsonl"):
         steps[e["batch"]].append(len(e["steps"]))
