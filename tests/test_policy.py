@@ -240,9 +240,9 @@ def test_samples_of_one_prompt_share_its_pass_and_change_nothing(make_policy, mo
         samples = [make_sample(policy, 0, ids, user, shot) for ids, user, shot in (
             ([5, 9, 300], "x", a), ([17, 8], "a longer prompt", b), ([40], "x", a), ([], "x", a),
             ([9, 9, 9, 9, 7], "a longer prompt", b), ([5, 9, 300, 2], "alone", image), ([5, 9, 300], "x", a))]
-        rows, forward = [], policy_module.forward_hidden
-        monkeypatch.setattr(policy_module, "forward_hidden", lambda model, inputs:
-                            rows.append(inputs["input_ids"].shape[0]) or forward(model, inputs))
+        rows, texts = [], policy.inputs.texts
+        monkeypatch.setattr(policy.inputs, "texts", lambda prompts, *more:
+                            rows.append(len(prompts)) or texts(prompts, *more))
         weight = [torch.randn(len(s.response_ids), generator=torch.Generator().manual_seed(i))
                   for i, s in enumerate(samples)]
         together = policy.logp(samples, 0.8)

@@ -85,7 +85,7 @@ def glossary() -> tuple[set, set]:
     always, servers = set(), set()
     for line in table.splitlines()[2:]:
         keys, meaning = line.strip("|").split("|")
-        found = set(re.findall(r"`([a-z]\w+)`", keys))
+        found = set(re.findall(r"`([A-Za-z]\w+)`", keys))
         if "(`_D`)" in keys:
             found |= {k[:-1] + "D" for k in found}
         (servers if "--engine vllm" in meaning else always).update(found)

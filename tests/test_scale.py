@@ -81,7 +81,7 @@ def test_a_run_drawn_ahead_is_complete_also_when_it_was_killed(tiny_model, tmp_p
 
 def test_torchrun_starts_killed_ranks_again_and_nothing_is_lost(tiny_model, tmp_path):
     run = tmp_path / "run"
-    process = start("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=1",
+    process = start("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=3",
                     "--monitor_interval=0.2", "--", *grpo(tiny_model, run, "--instances", 5))
     until(lambda: len(lines(run / "log.jsonl")) >= 1, process)
     ranks = [p for p in psutil.Process(process.pid).children() if "grpo_hier.py" in " ".join(p.cmdline())]
