@@ -33,7 +33,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_state_dict,
-                                                     set_model_state_dict, set_state_dict)
+                                                     set_state_dict)
 from torch.distributed.fsdp import (FSDPModule, MixedPrecisionPolicy, fully_shard,
                                     register_fsdp_forward_method)
 from tqdm import tqdm
@@ -437,9 +437,7 @@ def export(cfg: ExportConfig) -> None:
     settings = Config(**json.loads((run / "config.json").read_text()))
     with process_group() as world:
         module = build(settings, world)
-        state = {"model": get_model_state_dict(module)}
-        dcp.load(state, checkpoint_id=newest)
-        set_model_state_dict(module, state["model"])
+        dcp.load({"model": get_model_state_dict(module)}, checkpoint_id=newest)  # into the weights themselves
         write_hf(module, Inputs(settings.model), Path(cfg.out), settings.dtype, world)
         if world.main:
             print(f"{cfg.out} is the {settings.role} after {int(newest.name)} steps")
