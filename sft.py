@@ -33,7 +33,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_state_dict,
-                                                     set_model_state_dict, set_state_dict)
+                                                     set_state_dict)
 from torch.distributed.fsdp import (FSDPModule, MixedPrecisionPolicy, fully_shard,
                                     register_fsdp_forward_method)
 from tqdm import tqdm
@@ -211,7 +211,7 @@ class Checkpoints:
         if newest is None:
             return 0
         state = self.state()
-        dcp.load(state, checkpoint_id=newest, no_dist=self.world.size == 1)
+        dcp.load(state, checkpoint_id=newest)
         set_state_dict(self.module, self.optimizer, model_state_dict=state["model"],
                        optim_state_dict=state["optimizer"])
         return int(newest.name)
@@ -223,8 +223,7 @@ class Checkpoints:
         if self.world.main:
             shutil.rmtree(self.temporary, ignore_errors=True)
         gather_objects(None, self.world)
-        self.pending = dcp.async_save(self.state(), checkpoint_id=self.temporary, process_group=self.group,
-                                      no_dist=self.world.size == 1)
+        self.pending = dcp.async_save(self.state(), checkpoint_id=self.temporary, process_group=self.group)
 
     def finish(self, wait: bool = True) -> None:
         """Give a written checkpoint its name. Rank 0 writes last of all, once every shard is there."""
@@ -438,9 +437,7 @@ def export(cfg: ExportConfig) -> None:
     settings = Config(**json.loads((run / "config.json").read_text()))
     with process_group() as world:
         module = build(settings, world)
-        state = {"model": get_model_state_dict(module)}
-        dcp.load(state, checkpoint_id=newest, no_dist=world.size == 1)
-        set_model_state_dict(module, state["model"])
+        dcp.load({"model": get_model_state_dict(module)}, checkpoint_id=newest)  # into the weights themselves
         write_hf(module, Inputs(settings.model), Path(cfg.out), settings.dtype, world)
         if world.main:
             print(f"{cfg.out} is the {settings.role} after {int(newest.name)} steps")
