@@ -12,7 +12,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 
 
-LONGEST = ("test_stages.py", "test_browser.py", "test_rollout.py", "test_env_webarena.py")
+LONGEST = ("test_stages.py", "test_env_webarena.py", "test_agents.py", "test_scale.py", "test_evaluate.py")
 
 
 def pytest_collection_modifyitems(items):
