@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FORKS = re.findall(r"### (.+?)\n.*?```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+README = (ROOT / "README.md").read_text()
+FORKS = re.findall(r"### ([^\n]+)\n(?:(?!###|```).)*```diff\n(.*?)```", README, re.S)
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
 GROUPS = """
 import torch, grpo_hier as g
