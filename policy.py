@@ -275,8 +275,8 @@ class Policy:
         embeds = self.model.get_input_embeddings()(ids)
         image = torch.cat(features).to(embeds.device, embeds.dtype)
         positions, _ = self.model.model.get_rope_index(ids, image_grid_thw=self.inputs.grids(sizes), **texts)
-        return texts | {"inputs_embeds": embeds.masked_scatter((ids == self.inputs.image_id)[..., None], image),
-                        "position_ids": positions}
+        embeds = embeds.masked_scatter((ids == self.inputs.image_id)[..., None], image)
+        return texts | {"inputs_embeds": embeds, "position_ids": positions}
 
     @torch.inference_mode()
     def sample(self, requests: list) -> list[Sample]:
