@@ -364,7 +364,9 @@ class Pool(contextlib.AbstractContextManager):
     def _ask(self, request: Request) -> Future:
         future, model = Future(), self.models[request.role]
         self.waiting.add(future)
-        if hasattr(model, "submit"):
+        if self.closing.is_set():                 # nobody will answer any more
+            future.cancel()
+        elif hasattr(model, "submit"):
             model.submit(request).add_done_callback(partial(self._pass_on, future))
         else:
             self.inbox.put((request, future))
