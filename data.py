@@ -13,11 +13,14 @@ item says so. PAPER-GAP, what grounding data become (formats of ScaleCUA's 7B re
 action, a box or a point as JSON in pixels of the image as the model sees it.
 """
 
+import ctypes
 import io
 import json
 import math
 import random
 import re
+import signal
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -247,7 +250,14 @@ class Steps(torch.utils.data.Dataset):
         """Items first .. last - 1 in order, made ahead by `workers` processes (0: in this one)."""
         return torch.utils.data.DataLoader(
             self, batch_size=None, sampler=range(first, last), collate_fn=_same, num_workers=workers,
-            pin_memory=device.startswith("cuda"), prefetch_factor=2 if workers else None)
+            worker_init_fn=_end_with_parent, pin_memory=device.startswith("cuda"),
+            prefetch_factor=2 if workers else None)
+
+
+def _end_with_parent(worker: int) -> None:
+    """A worker does not outlive a trainer that was killed: its full queue would hold it back for ever."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)    # PR_SET_PDEATHSIG
 
 
 def _same(item):

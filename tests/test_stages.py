@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from test_readme import glossary
 
@@ -39,8 +40,20 @@ def kill_after(command, ready, within=120) -> None:
         assert process.poll() is None, f"ended before it could be killed:\n{process.stdout.read()[-3000:]}"
         assert time.monotonic() < deadline, "never got there"
         time.sleep(0.02)
+    ours = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    deadline = time.monotonic() + 20
+    while left := [p for p in ours if alive(p)]:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.1)
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def lines(path) -> list[dict]:
