@@ -133,11 +133,11 @@ def save_figure(fig, *paths: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- curves
-PANELS = {"reward": "reward_mean success_rate", "spread of S_i within tasks": "S_std", "infra": "infra_rate",
+PANELS = {"reward": "reward_mean", "spread of S_i within tasks": "S_std", "infra": "infra_rate",
           "groups without advantage": "zero_adv_A zero_adv_D", "clipped tokens": "clip_A clip_D",
-          "largest ratio": "ratio_max", "tokens per response": "len_A len_D", "loss": "loss_A loss_D",
-          "seconds": "seconds_rollout seconds_update", "gradient norm": "grad_A grad_D",
-          "KL to SFT": "kl_A kl_D"}
+          "largest ratio": "ratio_max_A ratio_max_D", "tokens per response": "len_A len_D",
+          "loss": "loss_A loss_D", "seconds": "seconds_rollout seconds_update",
+          "gradient norm": "grad_A grad_D", "KL to SFT": "kl_A kl_D"}
 
 
 def curve(cfg: Config) -> None:
@@ -261,6 +261,7 @@ def success_table(cfg: Config, printed: str, stem: str, base: str = "") -> None:
                 low, high = (100 * x for x in r["gain_ci95"] or (math.nan, math.nan))
                 rows[-1].append(f"{100 * r['gain']:+.1f} [{low:+.1f}, {high:+.1f}], p = {r['p']:.3g}")
     notes = [f"{name}: {text}" for name, path in named_runs(cfg.runs).items() if (text := provenance(path))]
+    notes += [f"all scored by the profile {cfg.profile}"] if cfg.profile else []
     write_table(output(cfg, stem), head, rows, notes)
 
 

@@ -70,11 +70,12 @@ class Session(Chromium):
     all work, "model" the wait for answers and "settle" that for pages.
     """
 
-    def __init__(self, env, cfg, watchdog: Watchdog | None = None):
-        super().__init__(watchdog or Watchdog(cfg.memory))
+    def __init__(self, env, cfg, watchdog: Watchdog | None = None, server: str = ""):
+        super().__init__(watchdog or Watchdog(cfg.memory), server)
         self.env, self.cfg = env, cfg
         self.context = self.page = None
-        self.notes, self.allowed, self.secrets, self.spent = [], (), set(), Counter()
+        self.notes, self.allowed, self.secrets = [], (), set()
+        self.spent = Counter(busy=0.0, model=0.0, settle=0.0)
         self.hosts, self.opened, self.home, self.spoiled = set(), 0, "about:blank", False
         self._fresh()
 

@@ -4,8 +4,8 @@ Most Playwright calls have a timeout, `evaluate` and DevTools commands have none
 with the browser stands in a `bound`, and a Watchdog thread, which knows until when each browser's present
 operation and its episode may last and how much memory it may take, ends the processes of one that goes
 beyond. The call that is blocked in it then raises, and the thread starts another browser. Only processes of
-the browser's own are ever ended. Chromium ends when its driver does, and the driver when this process does,
-however that happens.
+the browser's own are ever ended; of one on another machine, the connection. Chromium ends when its driver
+does, and the driver when this process does, however that happens.
 
 Kinds of fault, of `Chromium.fault`: crash, browser_gone, driver_gone, page_gone; hung (an operation went
 beyond its bound), deadline (the episode did), memory; of the site: refused, dns, tls, auth, redirects,
@@ -15,6 +15,7 @@ Playwright's), closed (the pool is ending).
 
 import contextlib
 import http.client
+import json
 import os
 import re
 import shutil
@@ -115,8 +116,8 @@ class Watchdog:
 class Chromium:
     """Made, used and stopped in one thread; `check` and `kill` are for others."""
 
-    def __init__(self, watchdog: Watchdog):
-        self.watchdog = watchdog
+    def __init__(self, watchdog: Watchdog, server: str = ""):
+        self.watchdog, self.server = watchdog, server         # ws:// of a Playwright server, "" for none
         self.playwright = self.browser = None
         self.process = self.driver = None         # psutil's, of Chromium and of Playwright's driver
         self.token = uuid.uuid4().hex             # a switch by which the browser's process is known
@@ -137,8 +138,8 @@ class Chromium:
         with self.bound(LAUNCH + STOP):
             try:
                 self._start_driver()
-                self.browser = self.playwright.chromium.launch(executable_path=chromium(), args=args,
-                                                               timeout=LAUNCH * 1000)
+                self.browser = self._connect(args) if self.server else self.playwright.chromium.launch(
+                    executable_path=chromium(), args=args, timeout=LAUNCH * 1000)
             except Error as e:
                 self.stop()
                 if "Executable doesn't exist" in str(e):
@@ -154,6 +155,20 @@ class Chromium:
         except Exception as e:                    # it has no type of its own for a driver that ends at once
             raise ConnectionError(f"Playwright's driver did not start, connection closed: {e}") from e
         self.driver = started_last(self.thread)
+
+    def _connect(self, args: list[str]):
+        """A browser of `playwright run-server --unsafe`, wherever that runs; UserError where it does not have
+        our switches, which confine it to the task's sites."""
+        options = {"args": args}
+        if path := os.environ.get("CHROMIUM"):    # there, too
+            options["executablePath"] = path
+        browser = self.playwright.chromium.connect(
+            self.server, headers={"x-playwright-launch-options": json.dumps(options)}, timeout=LAUNCH * 1000)
+        started = browser.new_browser_cdp_session().send("SystemInfo.getInfo")["commandLine"]
+        if f"--session-token={self.token}" not in started:
+            raise UserError(f"the browser of {self.server} was not started with our switches; start the "
+                            f"server as: playwright run-server --unsafe")
+        return browser
 
     def stop(self) -> None:
         """End browser and driver, whatever state they are in, within 10 s."""

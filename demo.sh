@@ -40,4 +40,5 @@ $python evaluate.py $preset --run runs/$name/eval_rl --adapters runs/$name
 echo "== 5 · analysis"
 $python analysis.py curve --runs runs/$name
 $python analysis.py view --runs sft=runs/$name/eval_sft,rl=runs/$name/eval_rl --out runs/$name/episodes.html
+echo "look at every episode: runs/$name/episodes.html opens from disk in any browser"
 $python analysis.py demo --a runs/$name/eval_sft --b runs/$name/eval_rl --started "$started"

@@ -112,7 +112,10 @@ class WebArena(Environment):
 
     def _task(self, task: dict, label: str) -> Task:
         site = task["sites"][0] if len(task["sites"]) == 1 else "multi"
-        return Task(f"{label}/{task['task_id']}", site, task["intent"], 0, task, changes_state(task))
+        changes = changes_state(task)
+        own = [self.sites[s] for s in sites_of(task) if s not in READ_ONLY and self.sites.get(s)]
+        lasting = changes and any(not replica.reset for s in own for replica in s.replicas)
+        return Task(f"{label}/{task['task_id']}", site, task["intent"], 0, task, changes, lasting)
 
     # -- an episode
     def origins(self, task: Task) -> list[str]:

@@ -3,28 +3,38 @@
     python evaluate.py --preset demo --run runs/demo/eval_sft                     # SFT decomposer + SFT actor
     python evaluate.py --preset demo --run runs/demo/eval_rl --adapters runs/demo     # the same after stage 3
     python evaluate.py --actor SFT_A --decomposer SFT_D --adapters runs/grpo --sites sites.json      # one GPU
-    --use_plan false evaluates an actor without a decomposer
 
-In:  stage 2's checkpoints, stage 3's run directory for the adapters, an environment's tasks.
-Out: RUN/episodes.jsonl + shots/ (fields: episode_log.py), RUN/result.json: success per site and over all
-     tasks, with the counts of episodes that have no verdict.
-One plan per episode at temperature 0, actor at temperature 0 (PAPER-GAP 14), at most 15 steps. Episodes that
-have a verdict are never run again; those that infrastructure broke are, on the next call, and are never
-averaged in.
+Systems: decomposer and actor; with --use_plan false an actor alone; each of them in process (--actor DIR) or
+on an OpenAI-compatible server (--actor_model NAME --actor_url http://HOST/v1); a native agent of others, by
+--dialect, --coordinates, --prompts and --use_plan false; a planner with a grounder (--planner_model, ...).
+In:  stage 2's checkpoints, stage 3's run directory for the adapters, or servers; an environment's tasks.
+Out: RUN/episodes.jsonl + shots/ (fields: episode_log.py, and `commit`, the code that ran it);
+     RUN/result.json: success and its standard error (clustered by task) per site and over all tasks, by every
+     evaluator profile from the same episodes, with n, n_infra, n_unknown, n_unparsable; and what it takes to
+     believe them: system, judge, prompts_hash, commit, config.
+One plan per episode at temperature 0, actor at temperature 0 (PAPER-GAP 14), at most 15 steps. Tasks run at
+once, but in the file's order where one would find what another left on a site without a reset. An episode
+with a verdict is never run again; one without (infra: something broke; unknown: the judge did not say) is run
+again by the next call, and never averaged in.
 """
 
 import dataclasses
 import json
+import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from agents import PlannerGrounder, PlannerPrompts, Remote
 from episode_log import EpisodeLog
 from policy import Policy
-from prompts import load_prompts
+from prompts import Prompts, load_prompts
+from results import counts, mean_and_se, scores_by_task
 from rollout import Pool, RolloutConfig, load_environment
-from runtime import UserError, latest_checkpoint, launch, only_process, open_run, rewrite_jsonl, write_atomic
+from runtime import (UserError, code_version, latest_checkpoint, launch, only_process, open_run,
+                     rewrite_jsonl, write_atomic)
 
 
 @dataclass(frozen=True)
@@ -32,71 +42,172 @@ class Config(RolloutConfig):
     run: str = "runs/eval"               # result directory; the same one again goes on where it stopped
     actor: str = ""                      # checkpoint directory of the actor
     decomposer: str = ""                 # checkpoint directory of the decomposer
-    adapters: str = ""                   # stage 3's run directory: its newest adapters; "" for none (w/o RL)
+    adapters: str = ""                   # stage 3's run: its newest checkpoint, or one; "" for none (w/o RL)
+    actor_model: str = ""                # the actor's name on a server, instead of --actor
+    actor_url: str = ""                  # that server, ".../v1"; "": OpenAI's; its key is in $ACTOR_API_KEY
+    decomposer_model: str = ""           # the decomposer's name on a server, instead of --decomposer
+    decomposer_url: str = ""             # that server
+    planner_model: str = ""              # planner + grounder: who decides, in words, instead of an actor
+    planner_url: str = ""                # that server
+    grounder_model: str = ""             # planner + grounder: who finds the place on the screenshot
+    grounder_url: str = ""               # that server
+    api: str = "chat"                    # of these servers: chat or responses
+    actor_earlier: int = 0               # earlier steps that a remote actor sees again (UI-TARS: 4)
+    planner_earlier: int = 15            # earlier steps that the planner sees again
+    min_pixels: int = 3136               # a remote actor's or grounder's image processor, as ScaleCUA's
+    max_pixels: int = 2109744            # the same; 0: its image is the screenshot, not resized
+    model_timeout: float = 120.0         # s, an answer of a server, asked for four times at most
+    think: bool = False                  # ask the actor for <think> as well
+    literal: bool = False                # keep backslash-n in ScaleCUA's prompts, as its evaluation does
     split: str = "lite_v2"               # which of the environment's tasks
+    also: str = "scalecua_v2"            # webarena: published profiles to score the same episodes by
     runs: int = 4                        # independent runs of every task, sec. 4.3
-    use_plan: bool = True                # false: no decomposer (table 2)
-    temperature_D: float = 0.0           # of the plan, sec. 4.3
-    temperature_A: float = 0.0           # of the actions (PAPER-GAP 14)
+    use_plan: bool = True                # false: no decomposer (table 2); a planner never has one
+    temperature_D: float = 0.0           # of the plan, sec. 4.3; below 0 (servers only): the server's own
+    temperature_A: float = 0.0           # of the actions (PAPER-GAP 14); the same
     lora_r: int = 32                     # r of the adapters
     lora_alpha: int = 64                 # α of the adapters
     dtype: str = "bfloat16"              # of the frozen base
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # torch device
+    max_missing: float = 0.2             # fail when more than this share of the episodes has no verdict
     seed: int = 0                        # of every random draw
 
 
-def load_policies(cfg: Config) -> dict[str, Policy]:
-    """The roles' policies, with stage 3's newest adapters where they are asked for."""
-    policies = {}
+FREE = ("threads", "max_batch", "device", "actor_url", "decomposer_url", "planner_url", "grounder_url",
+        "browser_ws", "model_timeout", "judge_base_url", "max_missing", "retries",
+        "retry_wait")                             # may differ on resumption
+
+
+# ----------------------------------------------------------------------------------------------- the system
+def roles_of(cfg: Config) -> tuple[str, ...]:
+    if cfg.planner_model or cfg.grounder_model:
+        return "planner", "grounder"
+    return ("actor", "decomposer") if cfg.use_plan else ("actor",)
+
+
+def load_models(cfg: Config, texts: Prompts) -> dict:
+    """The models of the roles `actor` and `decomposer`, as Pool.run takes them."""
+    if cfg.dialect != "scalecua" and "planner" in roles_of(cfg):
+        raise UserError(f"--dialect {cfg.dialect} is for an actor; a planner writes our calls")
+    models = {role: load_model(cfg, role) for role in roles_of(cfg)}
+    if "planner" in models:
+        return {"actor": PlannerGrounder(models["planner"], models["grounder"], texts)}
+    return models
+
+
+def load_model(cfg: Config, role: str):
+    """A model on a server where it has a name there, else the policy of a checkpoint directory."""
+    if model := getattr(cfg, f"{role}_model"):
+        return Remote(role, model, getattr(cfg, f"{role}_url"), cfg.api, cfg.threads,
+                      getattr(cfg, f"{role}_earlier", 0), cfg.min_pixels, cfg.max_pixels, cfg.model_timeout)
+    if role in ("planner", "grounder"):
+        raise UserError(f"--{role}_model is missing: a planner and a grounder go together")
+    if not getattr(cfg, role):
+        raise UserError(f"--{role} is missing: give the directory of the {role}'s stage-2 checkpoint, or "
+                        f"--{role}_model and --{role}_url for a model on a server")
+    if min(cfg.temperature_A, cfg.temperature_D) < 0:
+        raise UserError("a temperature below 0 is for models on servers; give 0 or more")
+    policy = Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=cfg.device, dtype=cfg.dtype)
+    if cfg.adapters and Path(cfg.adapters, role).exists():
+        policy.load(Path(cfg.adapters, role))
+    return policy.sample
+
+
+def with_newest_adapters(cfg: Config) -> Config:
+    """The run directory in `adapters` becomes its newest checkpoint: what is written down is what was tested,
+    and a call that goes on where another stopped cannot go on with a newer one."""
     newest = latest_checkpoint(Path(cfg.adapters) / "checkpoints") if cfg.adapters else None
-    if cfg.adapters and newest is None:
+    if cfg.adapters and newest is None and not Path(cfg.adapters, "actor").is_dir():
         raise UserError(f"--adapters {cfg.adapters}: no checkpoints there; "
                         f"give the run directory of grpo_hier.py")
-    for role in ("actor", "decomposer") if cfg.use_plan else ("actor",):
-        if not getattr(cfg, role):
-            raise UserError(f"--{role} is missing: give the directory of the {role}'s stage-2 checkpoint")
-        policies[role] = Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=cfg.device,
-                                dtype=cfg.dtype)
-        if newest and (newest / role).exists():
-            policies[role].load(newest / role)
-    return policies
+    return dataclasses.replace(cfg, adapters=str(newest or cfg.adapters))
 
 
+def describe_system(cfg: Config) -> str:
+    """`actor NAME or DIR (+ adapters DIR), decomposer ...`, in one line."""
+    tuned = f" + adapters {cfg.adapters}" if cfg.adapters else ""
+    return ", ".join(f"{role} " + (getattr(cfg, f"{role}_model") or f"{getattr(cfg, role)}{tuned}")
+                     for role in roles_of(cfg))
+
+
+# ------------------------------------------------------------------------------------------------- the order
+def waves(tasks: list) -> list[list]:
+    """The tasks in groups that run one after the other, each of them at once: on its site, a task that leaves
+    traces runs alone, after those before it in the file and before those after it."""
+    number, out = Counter(), {}                   # of a site's present wave: even, its readers; odd, a writer
+    for task in tasks:
+        out.setdefault(number[task.site] + task.leaves_traces, []).append(task)
+        number[task.site] += 2 * task.leaves_traces
+    return [out[n] for n in sorted(out)]
+
+
+# ------------------------------------------------------------------------------------------------ the result
 def summarise(lines: list[dict]) -> dict:
-    """Success rate over the episodes that have a verdict, per site and over all (task-weighted),
-    with the counts of the rest."""
+    """Success per site and over all tasks: mean over tasks of their means, its standard error, and counts."""
     def rate(rows):
-        scored = [r["reward"] for r in rows if r["reward"] is not None]
-        return {"success": sum(scored) / len(scored) if scored else None, "n": len(scored),
-                "n_infra": len(rows) - len(scored),
-                "n_unparsable": sum(r["status"] == "unparsable" for r in rows)}
+        success, se = mean_and_se(scores_by_task(rows).values())
+        known = {k: None if math.isnan(v) else v for k, v in (("success", success), ("se", se))}
+        return known | counts(rows)
     sites = sorted({line["site"] for line in lines})
     return rate(lines) | {"sites": {site: rate([line for line in lines if line["site"] == site])
                                     for site in sites}}
 
 
+def make_result(cfg: Config, lines: list[dict], texts: Prompts) -> dict:
+    """result.json: the summary by the profile that gives the reward, by all profiles, and the provenance."""
+    profiles = sorted({name for line in lines for name in line["rewards"]})
+    by_profile = {name: summarise([line | {"reward": line["rewards"].get(name)} for line in lines])
+                  for name in profiles}
+    return {"system": describe_system(cfg), "profile": cfg.profile if profiles else "the environment's own",
+            "judge": cfg.judge_model if profiles else "", "prompts_hash": texts.digest(),
+            "commit": ", ".join(sorted({line.get("commit", "") for line in lines})),
+            **summarise(lines), "profiles": by_profile,
+            "faults": dict(Counter(line["fault"] for line in lines if line["fault"])),
+            "config": dataclasses.asdict(cfg)}
+
+
+def show(result: dict) -> None:
+    """One line per site, one for all, and one for each further profile."""
+    others = {f"all, by {name}": row for name, row in result["profiles"].items() if name != result["profile"]}
+    for site, row in {**result["sites"], "all": result, **others}.items():
+        shown = "no verdict" if row["success"] is None else f"{100 * row['success']:5.1f} %"
+        spread = "" if row["se"] is None else f" ± {100 * row['se']:.1f}"
+        print(f"{site:24} {shown}{spread:7}   n {row['n']}, infra {row['n_infra']}, "
+              f"unknown {row['n_unknown']}, unparsable {row['n_unparsable']}")
+
+
+# ------------------------------------------------------------------------------------------------------ main
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.cpu_threads)
-    run = open_run(cfg.run, cfg, free=("threads", "max_batch", "device"))
-    with only_process(run / "episodes.jsonl"):
-        policies = load_policies(cfg)
+    cfg = with_newest_adapters(cfg)
+    run = open_run(cfg.run, cfg, free=FREE)
+    episodes = run / "episodes.jsonl"
+    with only_process(episodes):
+        texts = load_prompts(cfg.prompts, cfg.think, cfg.literal)
+        models = load_models(cfg, texts)
+        if "planner" in roles_of(cfg):
+            texts = PlannerPrompts(texts.texts)
         env = load_environment(cfg)
-        done = rewrite_jsonl(run / "episodes.jsonl", lambda line: line["reward"] is not None)
+
+        # what an earlier call finished stays; what broke is run again
+        done = rewrite_jsonl(episodes, lambda line: line["reward"] is not None)
         seen = {(line["task"], line["run"]) for line in done}
-        log = EpisodeLog(run)
-        with Pool(env, load_prompts(cfg.prompts), cfg) as pool:
+        log, commit = EpisodeLog(run), code_version()
+        with Pool(env, texts, cfg) as pool:
             for r in range(cfg.runs):
-                tasks = [task for task in env.tasks(cfg.split) if (task.id, r) not in seen]
-                for group in pool.run(tasks, 1, 1, cfg.seed, {role: p.sample for role, p in policies.items()},
-                                      cfg.use_plan, runs=(r,), bar=f"{run.name} run {r + 1}/{cfg.runs}"):
-                    log.append([group])
+                todo = [task for task in env.tasks(cfg.split) if (task.id, r) not in seen]
+                for wave in waves(todo):
+                    for group in pool.run(wave, 1, 1, cfg.seed, models, "decomposer" in models, runs=(r,),
+                                          bar=f"{run.name} run {r + 1}/{cfg.runs}"):
+                        log.append([group], credit=lambda *_: {"commit": commit})
         env.close()
-        result = summarise(rewrite_jsonl(run / "episodes.jsonl", lambda line: True))
-        write_atomic(run / "result.json",
-                     json.dumps({"config": dataclasses.asdict(cfg)} | result, indent=1) + "\n")
-    for site, row in {**result.pop("sites"), "all": result}.items():
-        shown = "no verdict" if row["success"] is None else f"{100 * row['success']:5.1f} %"
-        print(f"{site:24} {shown}   n {row['n']}, infra {row['n_infra']}, unparsable {row['n_unparsable']}")
+        result = make_result(cfg, rewrite_jsonl(episodes, lambda line: True), texts)
+        write_atomic(run / "result.json", json.dumps(result, indent=1) + "\n")
+    show(result)
+    missing = result["n_infra"] + result["n_unknown"]
+    if missing > cfg.max_missing * (result["n"] + missing):
+        raise UserError(f"{missing} of {result['n'] + missing} episodes have no verdict ({result['faults']}, "
+                        f"--max_missing {cfg.max_missing}); see {episodes}, then run the same command again")
 
 
 if __name__ == "__main__":

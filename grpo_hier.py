@@ -4,12 +4,15 @@
     python grpo_hier.py --actor SFT_A --decomposer SFT_D --sites sites.json                    # one 80 GB GPU
     torchrun --nproc_per_node=8 grpo_hier.py --actor SFT_A --decomposer SFT_D --sites sites.json       # eight
     table 2:  --train_decomposer false  |  --use_plan false --M 7  |  --use_plan false --M 21
+    servers generate:  --engine vllm --actor_url http://a:8000/v1,... --decomposer_url ...    (see engine.py)
 
 In:  two stage-2 checkpoints, an environment's training tasks.
 Out: RUN/checkpoints/N/{actor,decomposer} (LoRA adapters, PEFT format, with optimizers), RUN/log.jsonl (one
      object per rollout batch; the README's glossary defines every key), RUN/episodes.jsonl + shots/
      (fields: episode_log.py).
-A run killed at any moment goes on from its last rollout batch and ends with the same bytes.
+A run killed at any moment goes on from its last rollout batch and, without --pipeline and with the local
+engine, ends with the same bytes. With --pipeline 1 a batch is drawn with the weights before the last update
+(the first one after a restart: with the newest), and its log π_old are the sampler's own.
 
 What differs from the equations as printed, and what the paper leaves open (all settings, README: PAPER-GAPs):
 1 lengths: `--norm drgrpo` divides by constants (Eqs. 7', 10'), `--norm printed` by T and |a|, |d|; 2 std off,
@@ -23,17 +26,21 @@ import math
 import random
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from bookkeeping import (PHASES, Stopwatch, load_checkpoint, phase_table, rollout_phases, save_checkpoint,
+                         statistics, total)
+from engine import load_engine
 from episode_log import EpisodeLog, fault_counts
 from policy import Policy, Sample
 from prompts import load_prompts
 from rollout import Group, Pool, RolloutConfig, load_environment
-from runtime import (UserError, all_reduce_flat_, append_jsonl, atomic_directory, drop_old_checkpoints,
-                     gather_objects, launch, latest_checkpoint, open_run, process_group, rewrite_jsonl)
+from runtime import (UserError, all_reduce_flat_, append_jsonl, gather_objects, launch, open_run,
+                     process_group, rewrite_jsonl)
 
 # B tasks of a rollout batch, K plans per task, M episodes per plan, N samples, T tokens of a padded response.
 # D and A are the roles, never dimensions. A sample is one response: a plan d_i, or one action a_ijk.
@@ -57,6 +64,7 @@ class Config(RolloutConfig):
     epochs: int = 1                      # passes over the training tasks, sec. 4.3
     tasks_per_rank: int = 1              # tasks of a rollout batch on each rank (PAPER-GAP 6)
     micro_batch: int = 8                 # samples per forward and backward: memory only, never the objective
+    micro_tokens: int = 0                # at most so many tokens in it, padding counted; 0: no limit
     lr: float = 1e-5                     # sec. 4.3
     lora_r: int = 32                     # r, sec. 4.3
     lora_alpha: int = 64                 # α, sec. 4.3
@@ -64,6 +72,13 @@ class Config(RolloutConfig):
     max_norm: float = 1.0                # gradient clip, per role
     dtype: str = "bfloat16"              # of the frozen base; adapters are float32
     checkpointing: bool = True           # recompute activations in the backward pass
+    engine: str = "local"                # who generates: local (this process) or vllm (servers)
+    actor_url: str = ""                  # vllm: the actor's servers, by commas: http://HOST:PORT/v1
+    decomposer_url: str = ""             # vllm: the decomposer's servers
+    adapters_dir: str = ""               # vllm: directory that trainer and servers see; "": RUN/adapters
+    probe_limit: float = 0.1             # vllm: largest mean |Δ log π| of the probe, nats; more ends the run
+    is_cap: float = 0.0                  # weight terms by min(π_old / π_sampler, cap); 0: no weights
+    pipeline: int = 0                    # 1: the next rollout batch runs while this one trains
     max_infra: float = 0.3               # stop when more than this share of a batch fails on infrastructure
     keep: int = 2                        # checkpoints kept
     seed: int = 0                        # of every random draw
@@ -90,6 +105,12 @@ def clipped(r_NT, adv_N, eps):
     """ℓ(r, A) = min(r·A, clip(r, 1-ε, 1+ε)·A) of Eqs. 7 and 10."""
     assert r_NT.dim() == 2 and adv_N.shape == r_NT.shape[:1]
     return torch.minimum(r_NT * adv_N[:, None], r_NT.clamp(1 - eps, 1 + eps) * adv_N[:, None])
+
+
+def importance(logp_old_NT, logp_sampler_NT, cap):
+    """min(π_old(u) / π_sampler(u), cap): what a sampler with other numerics drew, weighted as if by π_old."""
+    assert logp_old_NT.shape == logp_sampler_NT.shape
+    return (logp_old_NT - logp_sampler_NT).exp().clamp(max=cap)
 
 
 def kl(logp_NT, logp_ref_NT):
@@ -217,16 +238,31 @@ def role_loss(role: str, term_NT, mask_NT, T_N, B: int, cfg: Config):
     return loss_D(term_NT, mask_NT, B, K, cfg.max_tokens_D)
 
 
+def micro_batches(order: list[int], lengths: list[int], cfg: Config) -> list[list[int]]:
+    """`order`, sorted by prompts and their length so that equal ones share a pass and little is padded, in
+    parts of at most micro_batch samples and micro_tokens tokens."""
+    parts = [[]]
+    for i in order:
+        n = len(parts[-1]) + 1
+        longest = max(lengths[j] for j in [*parts[-1], i])
+        if n > cfg.micro_batch or n > 1 and 0 < cfg.micro_tokens < n * longest:
+            parts.append([])
+        parts[-1].append(i)
+    return [part for part in parts if part]
+
+
 def update(policy: Policy, optimizer, batch: Batch, B: int, cfg: Config, world) -> dict:
     """`passes` optimizer steps of one role on one rollout batch of B tasks (all ranks); returns statistics.
 
     Samples of advantage 0 have gradient 0 (without a KL term) and are not run through the model at all.
     """
     T = cfg.temperature_A if policy.role == "actor" else cfg.temperature_D
+    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in batch.samples]
     order = [i for i, a in enumerate(batch.adv) if a != 0 or cfg.beta > 0]
-    order.sort(key=lambda i: len(batch.samples[i].prompt_ids) + len(batch.samples[i].response_ids))
-    micro = [order[i:i + cfg.micro_batch] for i in range(0, len(order), cfg.micro_batch)]
-    logp_old, logp_ref = {}, {}
+    order.sort(key=lambda i: (len(batch.samples[i].prompt_ids), batch.samples[i].prompt_ids, lengths[i]))
+    micro = micro_batches(order, lengths, cfg)
+    logp_old, logp_ref, mismatch = {}, {}, 0.0
+    logp_sampler = {i: torch.tensor(batch.samples[i].logp, device=policy.device) for i in order}
     for step in range(cfg.passes):
         for p in policy.parameters().values():
             p.grad = torch.zeros_like(p)
@@ -236,7 +272,9 @@ def update(policy: Policy, optimizer, batch: Batch, B: int, cfg: Config, world) 
             samples = [batch.samples[i] for i in part]
             rows = policy.logp(samples, T)
             if step == 0:                                 # PAPER-GAP 4: the weights have not moved yet
-                logp_old |= {i: row.detach() for i, row in zip(part, rows)}
+                mismatch += sum(float((r.detach() - logp_sampler[i]).abs().sum()) for i, r in zip(part, rows))
+                logp_old |= ({i: logp_sampler[i] for i in part} if cfg.pipeline     # they have: one update
+                             else {i: row.detach() for i, row in zip(part, rows)})
                 if cfg.beta > 0:
                     with torch.no_grad():
                         logp_ref |= zip(part, policy.logp(samples, T, reference=True))
@@ -246,6 +284,9 @@ def update(policy: Policy, optimizer, batch: Batch, B: int, cfg: Config, world) 
             T_N = torch.tensor([batch.T[i] for i in part], dtype=torch.float32, device=logp_NT.device)
             r_NT = ratio(logp_NT, logp_old_NT)
             term_NT = clipped(r_NT, adv_N, cfg.eps)
+            if cfg.is_cap > 0:
+                sampler_NT = pad([logp_sampler[i] for i in part])[0]
+                term_NT = term_NT * importance(logp_old_NT, sampler_NT, cfg.is_cap)
             if cfg.beta > 0:
                 kl_NT = kl(logp_NT, pad([logp_ref[i] for i in part])[0])
                 term_NT = term_NT - cfg.beta * kl_NT
@@ -261,6 +302,7 @@ def update(policy: Policy, optimizer, batch: Batch, B: int, cfg: Config, world) 
     tokens = max(sums[1], 1)
     return {"loss": sums[0], "clip": sums[2] / tokens, "kl": sums[3] / tokens, "grad": grad_norm,
             "ratio_max": math.exp(max(gather_objects(furthest, world))),
+            "mismatch": sum(gather_objects(mismatch, world)) / tokens,
             "trained": sum(gather_objects(len(order), world))}
 
 
@@ -283,53 +325,6 @@ def schedule(tasks: list, cfg: Config, world_size: int) -> list[list]:
     return out
 
 
-def save_checkpoint(directory: Path, done: int, policies: dict, optimizers: dict, keep: int) -> None:
-    """Everything a resumed run needs after `done` rollout batches, in directory/NNNNNN,
-    complete or not there at all."""
-    with atomic_directory(directory / f"{done:06d}") as tmp:
-        for role, policy in policies.items():
-            policy.save(tmp / role)
-            if role in optimizers:
-                torch.save(optimizers[role].state_dict(), tmp / role / "optimizer.pt")
-        torch.save(torch.get_rng_state(), tmp / "rng.pt")
-    drop_old_checkpoints(directory, keep)
-
-
-def load_checkpoint(directory: Path, policies: dict, optimizers: dict) -> int:
-    """Restore the newest checkpoint, if there is one; returns the number of finished rollout batches."""
-    newest = latest_checkpoint(directory)
-    if newest is None:
-        return 0
-    for role, policy in policies.items():
-        policy.load(newest / role)
-        if role in optimizers:
-            optimizers[role].load_state_dict(torch.load(newest / role / "optimizer.pt", weights_only=True))
-    torch.set_rng_state(torch.load(newest / "rng.pt", weights_only=True))
-    return int(newest.name)
-
-
-def statistics(groups: list[Group], cfg: Config) -> dict:
-    """Sums over this rank's groups, from which `main` makes the logged means."""
-    R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK = credit(groups, cfg)
-    episodes = [e for g in groups for row in g.episodes for e in row]
-    plans = [p for g in groups for p in g.plans if p.sample is not None]
-    actions = [s.sample for e in episodes for s in e.steps]
-    lengths = lambda samples: sum(len(s.response_ids) for s in samples)
-    return {"episodes": len(episodes), "valid": int(valid_BKM.sum()), "reward": float(R_BKM.nansum()),
-            "steps": len(actions), "tokens_A": lengths(actions), "plans": len(plans), "tasks": len(groups),
-            "tokens_D": lengths([p.sample for p in plans]), "malformed": sum(p.malformed for p in plans),
-            "cut": sum(s.truncated for s in actions), "S_std": float(S_BK.std(-1, correction=0).sum()),
-            "zero_A": int((adv_A_BKM == 0).all(-1).sum()),
-            "groups_A": adv_A_BKM.shape[0] * adv_A_BKM.shape[1],
-            "zero_D": int((adv_D_BK == 0).all(-1).sum()),
-            "unparsable": sum(e.status == "unparsable" for e in episodes)}
-
-
-def total(rows: list[dict]) -> dict:
-    """Key by key, the sum over all ranks."""
-    return {k: sum(row[k] for row in rows) for k in rows[0]}
-
-
 def log_line(s: dict, updates: dict) -> dict:
     """Sums over all ranks -> the logged object (README: metric glossary)."""
     line = {"reward_mean": s["reward"] / max(1, s["valid"]), "S_std": s["S_std"] / s["tasks"],
@@ -348,8 +343,12 @@ def log_line(s: dict, updates: dict) -> dict:
 # ------------------------------------------------------------------------------------------------------- main
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.cpu_threads)
+    if cfg.pipeline not in (0, 1):
+        raise UserError(f"--pipeline {cfg.pipeline}: 0 or 1, batches that are drawn ahead of the update")
     with process_group() as world:
-        run = open_run(cfg.run, cfg, world, free=("threads", "micro_batch", "keep", "max_batch"))
+        run = open_run(cfg.run, cfg, world, free=(
+            "threads", "micro_batch", "micro_tokens", "keep", "max_batch", "actor_url", "decomposer_url",
+            "adapters_dir", "browser_ws"))
         train(cfg, world, run)
 
 
@@ -366,14 +365,50 @@ def build(cfg: Config, world, roles, trained) -> tuple[dict, dict]:
     return policies, optimizers
 
 
+def roll_out(batch: int, tasks: list, pool: Pool, engine, cfg: Config, bar: str) -> tuple[list[Group], dict]:
+    """This rank's share of a rollout batch, in the order of its tasks, and where the time went."""
+    clock = lambda: pool.clock() + Counter(generation=engine.seconds())
+    start, before = time.monotonic(), clock()
+    groups = sorted(pool.run(tasks, cfg.K, cfg.M, (cfg.seed, batch), engine.models, cfg.use_plan, bar=bar),
+                    key=lambda group: tasks.index(group.task))
+    seconds = time.monotonic() - start
+    return groups, rollout_phases(before, clock(), cfg.threads, seconds)
+
+
+def drawn_batches(batches: range, draw, sync, cfg: Config):
+    """Yields (batch, what `sync` told, what `draw` returned) for one rollout batch after the other. With
+    `pipeline` the next one is under way, on the weights of now, while the caller trains on what it got."""
+    def timed(batch):
+        start = time.monotonic()
+        return sync(batch) | {"seconds_sync": time.monotonic() - start}
+    ahead = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(cfg.cpu_threads,))
+    coming = None
+    try:
+        for batch in batches:
+            told, drawn = (coming[0], coming[1].result()) if coming else (timed(batch), draw(batch))
+            if cfg.pipeline and batch + 1 in batches:
+                coming = timed(batch + 1), ahead.submit(draw, batch + 1)
+            yield batch, told, drawn
+    finally:
+        ahead.shutdown(wait=False)                        # the pool's end ends what is still being drawn
+
+
+def times(phases: dict, told: dict, watch: Stopwatch, world) -> dict:
+    """Wall clock of a rollout batch and its phases, means over the ranks."""
+    phases |= {"sync": told.pop("seconds_sync") + watch.spent["sync"], "update": watch.spent["update"],
+               "seconds": sum(watch.spent.values())}
+    mean = {k: round(v / world.size, 3) for k, v in total(gather_objects(phases, world)).items()}
+    return {"seconds": mean["seconds"], "seconds_rollout": mean["rollout"],
+            "seconds_update": mean["update"], "generations": mean["batches"],
+            "phases": {k: mean[k] for k in PHASES}}
+
+
 def train(cfg: Config, world, run: Path) -> None:
     roles = ("actor", "decomposer") if cfg.use_plan else ("actor",)
     trained = [r for r in roles if r == "actor" or cfg.train_decomposer]
-    K = cfg.K if cfg.use_plan else 1
-
-    # 1 · two policies on two frozen bases, each with its own adapter and optimizer
+    # 1 · two policies on two frozen bases, each with its own adapter and optimizer; who generates with them
     policies, optimizers = build(cfg, world, roles, trained)
-    models = {role: policy.sample for role, policy in policies.items()}
+    engine = load_engine(cfg, policies, run, world)
 
     # 2 · where a killed run stopped: nothing is lost, nothing is there twice
     done = load_checkpoint(run / "checkpoints", policies, optimizers)
@@ -386,46 +421,48 @@ def train(cfg: Config, world, run: Path) -> None:
     episode_log = EpisodeLog(run)
 
     with Pool(env, load_prompts(cfg.prompts), cfg) as pool:
-        for batch in range(done, len(plan_of_batches)):
-            tasks = plan_of_batches[batch]
-            mine, B = tasks[world.rank::world.size], len(tasks)
-
-            # 3 · K plans per task, M episodes per plan (Eqs. 1, 2), terminal rewards
-            start = time.monotonic()
-            groups = sorted(pool.run(mine, K, cfg.M, (cfg.seed, batch), models, cfg.use_plan,
-                                     bar=f"batch {batch + 1}/{len(plan_of_batches)}" if world.main else ""),
-                            key=lambda group: mine.index(group.task))
-            seconds_rollout = time.monotonic() - start
+        # 3 · K plans per task, M episodes per plan (Eqs. 1, 2), terminal rewards
+        def draw(i):
+            return roll_out(i, plan_of_batches[i][world.rank::world.size], pool, engine, cfg,
+                            f"batch {i + 1}/{len(plan_of_batches)}" if world.main else "")
+        watch, to_do = Stopwatch(), range(done, len(plan_of_batches))
+        for batch, told, (groups, phases) in drawn_batches(to_do, draw, engine.sync, cfg):
+            watch.lap("rollout")
 
             # 4 · credit: within a plan for the actor (Eq. 5), across plans for the decomposer (Eqs. 8, 9)
-            R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK = credit(groups, cfg)
-            s = total(gather_objects(statistics(groups, cfg), world))
+            R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK = credits = credit(groups, cfg)
+            s = total(gather_objects(statistics(groups, *credits), world))
+            watch.lap("sync")                             # with the slowest rank
             faults = gather_objects(
                 fault_counts([e for g in groups for row in g.episodes for e in row]), world)
             episode_log.append(groups, batch, lambda g, k, m: {
                 "S_i": float(S_BK[g, k]), "adv_A": float(adv_A_BKM[g, k, m]), "adv_D": float(adv_D_BK[g, k])})
-            if 1 - s["valid"] / s["episodes"] > cfg.max_infra:
-                raise UserError(f"batch {batch}: {s['episodes'] - s['valid']} of {s['episodes']} episodes "
-                                f"failed for reasons of infrastructure (--max_infra {cfg.max_infra}); "
-                                f"see {run}/episodes.jsonl, then start again")
+            if (lost := s["episodes"] - s["valid"]) > cfg.max_infra * s["episodes"]:
+                raise UserError(f"batch {batch}: {lost} of {s['episodes']} episodes failed for reasons of "
+                                f"infrastructure (--max_infra {cfg.max_infra}); see {run}/episodes.jsonl, "
+                                f"then start again")
 
             # 5 · one update per role from the one batch (Eqs. 6, 7, 10, 11)
-            start = time.monotonic()
-            data = batches(groups, adv_A_BKM, adv_D_BK)
+            watch.lap("files")
+            data, B = batches(groups, adv_A_BKM, adv_D_BK), len(plan_of_batches[batch])
             updates = {r: update(policies[r], optimizers[r], data[r], B, cfg, world) for r in trained}
+            watch.lap("update")
 
             # 6 · log and checkpoint; a kill between the two is undone by step 2
-            line = {"batch": batch, "of": len(plan_of_batches)} | log_line(s, updates) | {
-                "faults": dict(sum(map(Counter, faults), Counter())),
-                "seconds_rollout": round(seconds_rollout, 2),
-                "seconds_update": round(time.monotonic() - start, 2)}
+            line = ({"batch": batch, "of": len(plan_of_batches)} | log_line(s, updates)
+                    | {"faults": dict(sum(map(Counter, faults), Counter()))}
+                    | times(phases, told, watch, world) | told)
+            watch = Stopwatch()
             gather_objects(None, world)                   # every rank's episodes are written
             if world.main:
                 append_jsonl(run / "log.jsonl", [line])
                 save_checkpoint(run / "checkpoints", batch + 1, policies, optimizers, cfg.keep)
                 print(" ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}"
                                for k, v in line.items()), flush=True)
+    engine.close()
     env.close()
+    if world.main:
+        print(phase_table(run / "log.jsonl"))
 
 
 if __name__ == "__main__":

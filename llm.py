@@ -69,9 +69,10 @@ def image_url(image, max_side: int = 0) -> str:
 
 # --------------------------------------------------------------------------------- request and reply as dicts
 def request_body(api: str, model: str, system: str, turns, max_output_tokens: int = 0,
-                 temperature: float | None = None, reasoning: str = "", detail: str = "") -> dict:
+                 temperature: float | None = None, reasoning: str = "", detail: str = "",
+                 seed: int | None = None) -> dict:
     """The JSON body of one question, for either API. Unset options are left out: not every model takes
-    them."""
+    them. The Responses API has no seed."""
     responses = api == "responses"
 
     def part(role, p):
@@ -84,7 +85,7 @@ def request_body(api: str, model: str, system: str, turns, max_output_tokens: in
     messages = [{"role": role, "content": parts if isinstance(parts, str) else [part(role, p) for p in parts]}
                 for role, parts in turns]
     options = {"max_output_tokens" if responses else "max_completion_tokens": max_output_tokens or None,
-               "temperature": temperature}
+               "temperature": temperature, "seed": None if responses else seed}
     if reasoning:
         options |= {"reasoning": {"effort": reasoning}} if responses else {"reasoning_effort": reasoning}
     if responses:
@@ -163,10 +164,10 @@ class Client:
         self.usage = {"input": 0, "cached": 0, "output": 0, "requests": 0, "retries": 0, "cache_hits": 0}
         self._secret = key
 
-    def ask(self, system: str, turns, request_id: str = "") -> Answer:
+    def ask(self, system: str, turns, request_id: str = "", **options) -> Answer:
         """One answer. `turns`: a text, or [(role, text or parts), ...]. `request_id` goes along as the header
-        X-Client-Request-Id, for the server's logs. Raises LLMError."""
-        body = self.body(system, turns)
+        X-Client-Request-Id, for the server's logs; `options` are this question's own. Raises LLMError."""
+        body = self.body(system, turns, **options)
         file = self._cache_file(body)
         if file and file.exists():
             self._count(cache_hits=1)
@@ -178,9 +179,9 @@ class Client:
         self._count(**answer.usage)
         return answer
 
-    def body(self, system: str, turns) -> dict:
+    def body(self, system: str, turns, **options) -> dict:
         turns = [("user", turns)] if isinstance(turns, str) else turns
-        return request_body(self.api, self.model, system, turns, **self.options)
+        return request_body(self.api, self.model, system, turns, **self.options | options)
 
     def without_key(self, text: str) -> str:
         return text.replace(self._secret, "***") if len(self._secret) > 8 else text

@@ -11,9 +11,12 @@ Needs a checkpoint directory with weights, tokenizer, chat template and image-pr
 AutoProcessor (it needs torchvision): `encode` and `batch` make the inputs, `mm_token_type_ids` included.
 """
 
+import copy
+import inspect
 import io
 import json
 import re
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +41,7 @@ class Sample:
     logp: list[float] = field(default_factory=list)
     text: str = ""
     truncated: bool = False                       # cut at max_new_tokens (PAPER-GAP 17)
+    seen: torch.Tensor | None = field(default=None, repr=False)  # the image as the frozen tower encodes it
 
 
 # ------------------------------------------------------------------------------------- the policy's log-probs
@@ -87,34 +91,23 @@ def token_logp(h_nH, W_VH, y_n, T: float, banned, chunk: int = 256) -> torch.Ten
 
 
 class GumbelSampler:
-    """A logits processor that turns greedy decoding into exact, per-request seeded sampling.
-
-    Returns log π + g with g ~ Gumbel(0, 1) from the request's own generator; the argmax of that is a draw
-    from π. Rows with T = 0 get no noise. `logp(sequences)` gives the log-prob of every token drawn.
-    """
+    """Exact, per-request seeded draws from the policy: argmax(log π + g), g ~ Gumbel(0, 1) from the request's
+    own generator. Requests with T = 0 get no noise, and 0 for the log-prob of what they draw."""
 
     def __init__(self, seeds, temperatures, banned, device):
         self.generators = [torch.Generator(device).manual_seed(s) for s in seeds]
         self.greedy = torch.tensor([t == 0 for t in temperatures], device=device)
         self.T = torch.tensor([t or 1.0 for t in temperatures], device=device)[:, None]
-        self.banned, self.last, self.picked = banned, None, []
+        self.banned = banned
 
-    def __call__(self, input_ids, scores):
-        self._collect(input_ids)
-        self.last = policy_logits(scores, self.T, self.banned).log_softmax(-1)
-        noise = torch.stack([torch.empty_like(row).exponential_(generator=g).log_().neg_()
-                             for row, g in zip(self.last, self.generators)])
-        return self.last + noise.masked_fill_(self.greedy[:, None], 0.0)
-
-    def _collect(self, ids):
-        if self.last is not None:
-            self.picked.append(self.last.gather(-1, ids[:, -1:]).squeeze(-1).masked_fill(self.greedy, 0.0))
-
-    def logp(self, sequences) -> torch.Tensor:
-        """(N, T) log-probs of the generated tokens of `generate`'s output."""
-        self._collect(sequences)
-        self.last = None
-        return torch.stack(self.picked, -1)
+    def __call__(self, logits_NV, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One token for each of the requests `rows`, and its log-prob."""
+        at = torch.tensor(rows, device=logits_NV.device)
+        logp_NV, greedy = policy_logits(logits_NV, self.T[at], self.banned).log_softmax(-1), self.greedy[at]
+        noise = torch.stack([torch.empty_like(row).exponential_(generator=self.generators[i]).log_().neg_()
+                             for i, row in zip(rows, logp_NV)])
+        token_N = (logp_NV + noise.masked_fill_(greedy[:, None], 0.0)).argmax(-1)
+        return token_N, logp_NV.gather(-1, token_N[:, None]).squeeze(-1).masked_fill(greedy, 0.0)
 
 
 # -------------------------------------------------------------------------------------------- building blocks
@@ -187,6 +180,11 @@ class Inputs:
     def batch(self, prompts: list[list[int]], pngs: list[bytes], responses=None, left=False,
               device="cpu") -> dict:
         """Padded model inputs. Responses go right after their prompts, with token type 0."""
+        inputs = self.texts(prompts, responses, left) | self.pixels(pngs)
+        return {k: v.to(device) for k, v in inputs.items()}
+
+    def texts(self, prompts: list[list[int]], responses=None, left=False) -> dict:
+        """`batch` without the images."""
         rows = [p + r for p, r in zip(prompts, responses or [[]] * len(prompts))]
         S = max(map(len, rows))
         ids = torch.full((len(rows), S), self.pad_id)
@@ -194,9 +192,12 @@ class Inputs:
         for i, row in enumerate(rows):
             at = slice(S - len(row), S) if left else slice(0, len(row))
             ids[i, at], mask[i, at] = torch.tensor(row), 1
-        inputs = {"input_ids": ids, "attention_mask": mask,
-                  "mm_token_type_ids": (ids == self.image_id).long(), **self.pixels(pngs)}
-        return {k: v.to(device) for k, v in inputs.items()}
+        return {"input_ids": ids, "attention_mask": mask,
+                "mm_token_type_ids": (ids == self.image_id).long()}
+
+    def grids(self, sizes: list[tuple[int, int]]) -> torch.Tensor:
+        """(images, 3) frames, rows and columns of patches of images of these sizes."""
+        return torch.tensor([[1, h // self.images.patch_size, w // self.images.patch_size] for w, h in sizes])
 
 
 def plain(text: str) -> str:
@@ -231,12 +232,12 @@ class Policy:
                               bias="none")
             self.peft = get_peft_model(base, lora, adapter_name=role).eval()
         self.model = self.peft.get_base_model()
+        self.seen = weakref.WeakValueDictionary()     # png -> features, for as long as a sample holds them
         self.banned = torch.tensor(self.inputs.banned, device=device)
         self.autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")
-        if checkpointing:                       # transformers asks the layer itself, never its children
+        self.checkpointing = checkpointing
+        if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            for layer in self.model.model.language_model.layers:
-                layer.training = True
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The adapter's parameters by name: chosen by name, not by requires_grad,
@@ -248,42 +249,93 @@ class Policy:
     def encode(self, system: str, user: str, png: bytes):
         return self.inputs.encode(system, user, png)
 
+    def _recompute(self, on: bool) -> None:
+        """Activations in the backward pass. transformers asks each layer's own `training`, never its
+        children's; older ones drop the cache of a layer that has it, so it is off while we sample."""
+        for layer in self.model.model.language_model.layers:
+            layer.training = on and self.checkpointing
+
+    def see(self, pngs: list[bytes]) -> list[torch.Tensor]:
+        """(image tokens, H) features of each screenshot, in host memory. The vision tower is frozen: equal
+        screenshots are encoded once, and what a living sample still holds is not encoded again."""
+        seen = {png: self.seen.get(png) for png in pngs}
+        if new := [png for png, features in seen.items() if features is None]:
+            pixels = {k: v.to(self.device) for k, v in self.inputs.pixels(new).items()}
+            with torch.inference_mode(False), torch.no_grad(), self.autocast:
+                out = self.model.model.get_image_features(**pixels, return_dict=True).pooler_output
+            fresh = {png: features.to("cpu", copy=True) for png, features in zip(new, out, strict=True)}
+            self.seen.update(fresh)
+            seen |= fresh
+        return [seen[png] for png in pngs]
+
+    def model_inputs(self, prompts, sizes, features, responses=None, left=False) -> dict:
+        """Padded inputs with images that are encoded already: embeddings and M-RoPE positions."""
+        texts = {k: v.to(self.device) for k, v in self.inputs.texts(prompts, responses, left).items()}
+        ids = texts.pop("input_ids")
+        embeds = self.model.get_input_embeddings()(ids)
+        image = torch.cat(features).to(embeds.device, embeds.dtype)
+        positions, _ = self.model.model.get_rope_index(ids, image_grid_thw=self.inputs.grids(sizes), **texts)
+        return texts | {"inputs_embeds": embeds.masked_scatter((ids == self.inputs.image_id)[..., None], image),
+                        "position_ids": positions}
+
     @torch.inference_mode()
     def sample(self, requests: list) -> list[Sample]:
-        """One response per request (system, user, png, seed, temperature, max_new_tokens), in one batch."""
+        """One response per request (system, user, png, seed, temperature, max_new_tokens), in one batch.
+        Requests with the same prompt, as a task's K plans, share one prefill."""
+        self._recompute(False)
         encoded = [self.encode(q.system, q.user, q.png) for q in requests]
-        inputs = self.inputs.batch([ids for ids, _ in encoded], [q.png for q in requests], left=True,
-                                   device=self.device)
+        features = self.see([q.png for q in requests])
+        first, at = {}, []                            # prompt -> its row of the prefill; each request's row
+        for i, ((ids, _), q) in enumerate(zip(encoded, requests)):
+            at.append(first.setdefault((tuple(ids), q.png), (len(first), i))[0])
+        once = [i for _, i in first.values()]
+        inputs = self.model_inputs([encoded[i][0] for i in once], [encoded[i][1] for i in once],
+                                   [features[i] for i in once], left=True)
         sampler = GumbelSampler([q.seed for q in requests], [q.temperature for q in requests], self.banned,
                                 self.device)
-        limit = max(q.max_new_tokens for q in requests)
         with self.autocast:
-            out = self.model.generate(**inputs, generation_config=self._greedy(limit),
-                                      logits_processor=[sampler])
-        width = inputs["input_ids"].shape[1]
-        logp_NT = sampler.logp(out).tolist()
-        return [self._sample(q, ids, size, row[width:], logp)
-                for q, (ids, size), row, logp in zip(requests, encoded, out.tolist(), logp_NT)]
+            drawn = self._decode(inputs, at, [q.max_new_tokens for q in requests], sampler)
+        return [self.read(q, ids, size, response, logp, seen)
+                for q, (ids, size), seen, (response, logp) in zip(requests, encoded, features, drawn)]
 
-    def _sample(self, q, prompt_ids, image_size, ids, logp) -> Sample:
-        ids = ids[:q.max_new_tokens]
-        end = next((i + 1 for i, t in enumerate(ids) if t in self.inputs.stop_ids), None)
-        ids = ids[:end]
-        text = self.inputs.tokenizer.decode(ids, skip_special_tokens=True)
-        return Sample(prompt_ids, q.png, image_size, ids, logp[:len(ids)], text, truncated=end is None)
+    def _decode(self, inputs: dict, at: list[int], limits: list[int], sampler) -> list[tuple[list, list]]:
+        """Ids and log-probs that each request draws after the prompt in row `at` of `inputs`, up to the first
+        end or its limit. A request that has ended leaves the batch."""
+        drawn, live = [([], []) for _ in at], list(range(len(at)))
+        rows = torch.tensor(at, device=self.device)
+        from transformers import DynamicCache
+        cache = DynamicCache()
+        named = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        use = {named: cache, "use_cache": True}       # the newer transformers' name, or the older ones'
+        logits_NV = self.model(**inputs, **use, logits_to_keep=1).logits[:, -1][rows]
+        mask_NS, position_N = inputs["attention_mask"][rows], inputs["position_ids"][0, :, -1][rows] + 1
+        cache.batch_select_indices(rows)
+        while True:
+            token_N, logp_N = sampler(logits_NV, live)
+            for i, token, logp in zip(live, token_N.tolist(), logp_N.tolist()):
+                drawn[i][0].append(token), drawn[i][1].append(logp)
+            on = [n for n, i in enumerate(live)
+                  if drawn[i][0][-1] not in self.inputs.stop_ids and len(drawn[i][0]) < limits[i]]
+            if not on:
+                return drawn
+            if len(on) < len(live):
+                live, keep = [live[n] for n in on], torch.tensor(on, device=self.device)
+                token_N, mask_NS, position_N = token_N[keep], mask_NS[keep], position_N[keep]
+                cache.batch_select_indices(keep)
+            mask_NS = torch.nn.functional.pad(mask_NS, (0, 1), value=1)
+            logits_NV = self.model(input_ids=token_N[:, None], attention_mask=mask_NS, **use,
+                                   position_ids=position_N[None, :, None].expand(3, -1, -1)).logits[:, -1]
+            position_N = position_N + 1
 
-    def _greedy(self, max_new_tokens):
-        """Greedy decoding of the sampler's scores, with every field set that acts in greedy decoding: an
-        unset one would come from the checkpoint (a repetition penalty, say)."""
-        from transformers import GenerationConfig
-        return GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, min_new_tokens=0,
-                                repetition_penalty=1.0, no_repeat_ngram_size=0, suppress_tokens=None,
-                                use_cache=True, begin_suppress_tokens=None, bad_words_ids=None,
-                                forced_bos_token_id=None, forced_eos_token_id=None,
-                                eos_token_id=self.inputs.stop_ids, pad_token_id=self.inputs.pad_id)
+    def read(self, q, prompt_ids, image_size, response_ids, logp, seen=None) -> Sample:
+        """The Sample of a request's response, wherever that was drawn."""
+        text = self.inputs.tokenizer.decode(response_ids, skip_special_tokens=True)
+        cut = response_ids[-1] not in self.inputs.stop_ids
+        return Sample(prompt_ids, q.png, image_size, response_ids, logp, text, cut, seen)
 
     def logp(self, samples: list[Sample], T: float, reference=False) -> list[torch.Tensor]:
-        """One (|response|,) float32 tensor of log π per sample, with gradient to the adapter.
+        """One (|response|,) float32 tensor of log π per sample, with gradient to the adapter. Samples of the
+        same prompt share its forward and backward pass.
 
         `reference` = without the adapter. Raises ValueError for a response that contains a banned id: its
         probability is 0, and an image id would also break the forward pass (lessons.md E12).
@@ -291,15 +343,59 @@ class Policy:
         for s in samples:
             if bad := set(s.response_ids) & set(self.inputs.banned):
                 raise ValueError(f"a response holds the banned token ids {sorted(bad)}")
-        prompts, responses = [s.prompt_ids for s in samples], [s.response_ids for s in samples]
-        inputs = self.inputs.batch(prompts, [s.png for s in samples], responses, device=self.device)
+        self._recompute(True)
+        for s, seen in zip(samples, self.see([s.png for s in samples])):
+            s.seen = seen                             # kept for the next pass
+        row, heads, tails, spans, at = {}, [], [], [], []
+        for s in samples:                             # one row per prompt, all its responses behind it
+            r = row.setdefault((tuple(s.prompt_ids), s.png), len(row))
+            if r == len(heads):
+                heads.append(s), tails.append([])
+            P, start = len(s.prompt_ids), len(s.prompt_ids) + len(tails[r])
+            end = start + len(s.response_ids)
+            tails[r] += s.response_ids
+            spans.append((r, start, end, start - P))
+            at.append([P - 1, *range(start, end - 1)][:end - start])      # what predicts its tokens
+        inputs = self.model_inputs([s.prompt_ids for s in heads], [s.image_size for s in heads],
+                                   [s.seen for s in heads], tails)
+        if len(heads) < len(samples):
+            inputs |= self._branches(inputs, spans)
         with self.autocast, (self.peft.disable_adapter() if reference else torch.enable_grad()):
             h_NSH = forward_hidden(self.model, inputs)
-            h = torch.cat([h_NSH[i, len(p) - 1:len(p) - 1 + len(r)]
-                           for i, (p, r) in enumerate(zip(prompts, responses))])
-            y = torch.tensor([t for r in responses for t in r], dtype=torch.long, device=self.device)
+            h = torch.cat([h_NSH[r, torch.tensor(i, dtype=torch.long, device=self.device)]
+                           for (r, *_), i in zip(spans, at)])
+            y = torch.tensor([t for s in samples for t in s.response_ids], device=self.device).long()
             return list(token_logp(h, self.model.lm_head.weight, y, T, self.banned)
-                        .split([len(r) for r in responses]))
+                        .split([len(s.response_ids) for s in samples]))
+
+    def _branches(self, inputs: dict, spans: list[tuple]) -> dict:
+        """Mask and positions for rows with several responses behind one prompt: each sees the prompt and
+        itself, and goes on where the prompt ends. Spans: (row, start, end, tokens from prompt to start)."""
+        part_NS = inputs["attention_mask"] - 1        # 0 in a prompt, -1 where padded, else its response
+        position_3NS = inputs["position_ids"].clone()
+        for n, (r, start, end, before) in enumerate(spans, 1):
+            part_NS[r, start:end] = n
+            position_3NS[:, r, start:end] -= before
+        of, by = part_NS[:, None, :], part_NS[:, :, None]             # seen, seeing
+        S = part_NS.shape[1]
+        mask_NSS = ((of == 0) | (of == by)) & torch.ones(S, S, dtype=torch.bool, device=self.device).tril()
+        return {"position_ids": position_3NS, "attention_mask": {"full_attention": mask_NSS[:, None]}}
+
+    def twin(self) -> "Policy":
+        """The same policy with a copy of the adapter, on the same frozen weights: it may generate in one
+        thread while this one trains in another."""
+        own = {id(p) for p in self.parameters().values()}
+        frozen = {id(p): p for p in [*self.peft.parameters(), *self.peft.buffers()] if id(p) not in own}
+        other = copy.copy(self)
+        other.peft = copy.deepcopy(self.peft, frozen)
+        other.model = other.peft.get_base_model()
+        return other
+
+    def copy_adapter(self, other: "Policy") -> None:
+        """Take over the adapter's present values of another policy of this role."""
+        with torch.no_grad():
+            for mine, theirs in zip(self.parameters().values(), other.parameters().values(), strict=True):
+                mine.copy_(theirs)
 
     def save(self, directory) -> None:
         """The adapter in PEFT's format (directory/adapter_model.safetensors), loadable by PEFT and vLLM."""

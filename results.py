@@ -1,7 +1,7 @@
 """Result files and the statistics on them: what evaluate.py reports and analysis.py shows (paper 4.3-4.6).
 
-An episode is one line of episodes.jsonl (its fields: episode_log.py). A task instance is (task, instance); it
-is the cluster of every standard error and interval, because the runs of one instance are not independent. An
+An episode is one line of episodes.jsonl (fields: episode_log.py). A task instance is (task, instance); it is
+the cluster of every standard error and interval, because the runs of one instance are not independent. An
 episode with reward null has no verdict: it is counted, and enters no mean.
 """
 

@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 import traceback
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,7 @@ from functools import partial
 from tqdm import tqdm
 
 import actions
+import dialects
 from browser import Session
 from chromium import SITE, Watchdog, web_errors
 from prompts import format_plan, parse_plan
@@ -40,6 +42,7 @@ class Task:
     seed: int = 0                                 # instance of a generated task
     data: dict = field(default_factory=dict, compare=False)
     changes_state: bool = False                   # its episodes must not share a site replica (PAPER-GAP 18)
+    leaves_traces: bool = False                   # no reset: the site's later tasks find what it changed
 
 
 @dataclass
@@ -95,6 +98,7 @@ class Request:
     seed: int
     temperature: float
     max_new_tokens: int
+    earlier: list = field(default_factory=list)   # Steps before this one, for a model that sees them again
 
 
 @dataclass
@@ -182,10 +186,12 @@ class RolloutConfig:
     fixed_wait: float = 0.0                       # s after every action, as ScaleCUA; 0: as long as needed
     extra_origins: str = ""                       # further addresses where pages may go, by commas; * for all
     recycle: int = 200                            # a new browser after as many episodes
+    browser_ws: str = ""                          # remote Playwright servers, ws://…, by commas; "": local
     memory: float = 2000.0                        # MB that the processes of one browser may take
     max_batch: int = 64                           # requests answered by one forward pass
     cpu_threads: int = 1                          # torch's, where models run on the CPU beside browsers
-    coordinates: str = "image"                    # the actor's: pixels of the resized image, or of the "page"
+    coordinates: str = "image"                    # the actor's: pixels of image or page, 0-1 or 0-1000
+    dialect: str = "scalecua"                     # the actor's form of an action; or uitars, guilibra
 
 
 def load_environment(cfg: RolloutConfig) -> Environment:
@@ -206,16 +212,18 @@ class Agent:
 
     def __init__(self, prompts, cfg: RolloutConfig, ask):
         self.prompts, self.cfg, self.ask = prompts, cfg, ask
+        self.read, self.space = dialects.reader(cfg.dialect), dialects.space(cfg.coordinates)
 
     def plan(self, instruction: str, png: bytes, k: int, seed: int) -> Future:
         """Eq. 1: d ~ π_D(· | x, o_0)."""
         c, (system, user) = self.cfg, self.prompts.decomposer(instruction)
         return self.ask(Request("decomposer", system, user, png, seed, c.temperature_D, c.max_tokens_D))
 
-    def act(self, instruction: str, png: bytes, history: list[str], plan: str, seed: int) -> Future:
+    def act(self, instruction: str, png: bytes, history: list[str], plan: str, seed: int, steps=()) -> Future:
         """Eq. 2: a_t ~ π_A(· | x, o_t, h_t, d)."""
         c, (system, user) = self.cfg, self.prompts.actor(instruction, history, plan)
-        return self.ask(Request("actor", system, user, png, seed, c.temperature_A, c.max_tokens_A))
+        sampling = seed, c.temperature_A, c.max_tokens_A
+        return self.ask(Request("actor", system, user, png, *sampling, earlier=list(steps)))
 
 
 def read_plan(k: int, sample) -> Plan:
@@ -231,18 +239,20 @@ def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
     episode.steps, episode.status = [], "max_steps"
     instruction = session.open(episode.group.task)
     session.settle()
+    png = session.screenshot()
     for t in range(cfg.max_steps):
-        png = session.screenshot()
-        asked = agent.act(instruction, png, history, episode.plan.text, request_seed(episode.seed, t))
+        asked = agent.act(instruction, png, history, episode.plan.text, request_seed(episode.seed, t),
+                          episode.steps)
         sample = session.answer(asked)
-        action = actions.parse(sample.text)
+        action = agent.read(sample.text)
         step = Step(png, sample, error=action.error)
         episode.steps.append(step)
         if not action.error:
             page = session.env.width, session.env.height
-            seen = sample.image_size if cfg.coordinates == "image" else page
+            seen = agent.space(sample.image_size, page)
             step.calls = tuple(actions.rescale(c, seen, page) for c in action.calls)
             carry_out(session, step, cfg)
+        png = session.screenshot()                # by now the browser has said what it has to say
         step.line = history_line(action, step.error, session.notes)
         session.notes.clear()
         history.append(step.line)
@@ -253,7 +263,7 @@ def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
         if any(map(actions.is_final, step.calls)) or session.asked(session.env.done):
             episode.status = "failure"
             break
-    episode.final_png = session.screenshot()
+    episode.final_png = png
     episode.answer = actions.answer([c for s in episode.steps for c in s.calls])
     verdict = session.asked(lambda session: session.env.judge(episode.group.task, session, episode.answer))
     episode.reward, episode.reason, episode.rewards = verdict.reward, verdict.reason, verdict.rewards
@@ -291,8 +301,10 @@ class Pool(contextlib.AbstractContextManager):
         self.jobs = queue.PriorityQueue()         # (urgency, number, job): open tasks go before further ones
         self.numbers, self.closing = itertools.count(), threading.Event()
         self.waiting, self.live = set(), set()    # Futures without an answer; Episodes under way
+        self.spent = Counter(generation=0.0)      # seconds in models that answer here, and their batches
         self.agent = Agent(prompts, cfg, self._ask)
-        self.sessions = [Session(env, cfg, self.watchdog) for _ in range(cfg.threads)]
+        servers = itertools.cycle([ws.strip() for ws in cfg.browser_ws.split(",")])
+        self.sessions = [Session(env, cfg, self.watchdog, next(servers)) for _ in range(cfg.threads)]
         self.threads = [threading.Thread(target=self._work, args=(session,), daemon=True, name=f"browser-{i}")
                         for i, session in enumerate(self.sessions)]
         for t in self.threads:
@@ -328,10 +340,17 @@ class Pool(contextlib.AbstractContextManager):
     def _answer(self, asked: list[tuple], answer) -> None:
         """One forward pass for up to max_batch requests at a time."""
         for i in range(0, len(asked), self.cfg.max_batch):
-            part = asked[i:i + self.cfg.max_batch]
-            for (_, future), sample in zip(part, answer([request for request, _ in part]), strict=True):
+            part, start = asked[i:i + self.cfg.max_batch], time.monotonic()
+            samples = answer([request for request, _ in part])
+            self.spent["generation"] += time.monotonic() - start
+            self.spent["batches"] += 1
+            for (_, future), sample in zip(part, samples, strict=True):
                 self.waiting.discard(future)
                 future.set_result(sample)
+
+    def clock(self) -> Counter:
+        """Seconds so far, of all browsers: busy, of these waiting for a model and for pages; generation."""
+        return sum((session.spent for session in self.sessions), self.spent)
 
     def _gather(self) -> list:
         """Block for one message, then take all that have arrived. A thread's exception ends the run here."""

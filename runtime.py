@@ -9,11 +9,13 @@ import ast
 import contextlib
 import dataclasses
 import datetime
+import errno
 import fcntl
 import inspect
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tomllib
 import traceback
@@ -39,13 +41,30 @@ def launch(main, *commands) -> NoReturn:
     try:
         function(parse_args(config_class(function), argv, program, stage,
                             sorted(by_name) if function is main else ()))
-    except UserError as e:
-        print(f"{program}: {' '.join(str(e).split())}", file=sys.stderr)
+    except Exception as e:
+        if not (said := remedy(e)):
+            raise                                 # a bug: the traceback is what helps
+        print(f"{program}: {' '.join(said.split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print(f"{program}: interrupted; the same command goes on from where it stopped", file=sys.stderr)
         sys.exit(130)
     sys.exit(0)
+
+
+def remedy(error: Exception) -> str:
+    """What to tell a user about an error, in one line with the way out; "" for one that is a bug."""
+    if isinstance(error, UserError):
+        return str(error)
+    if type(error).__name__ == "OutOfMemoryError":
+        return (f"the GPU's memory is full ({str(error).splitlines()[0][:120]}): lower --micro_batch, "
+                f"--batch_size or --max_batch, or use more GPUs; the same command goes on where it stopped")
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (f"no space left on the disk for {error.filename or 'the run directory'}: make room (old "
+                f"runs/), then the same command goes on where it stopped")
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
+        return f"{error.filename} may not be written: give a directory of your own (--run, --out)"
+    return ""
 
 
 def config_class(function):
@@ -70,9 +89,9 @@ def parse_args(Config, argv=None, program=None, stage=None, commands=()):
     for f in dataclasses.fields(Config):
         required = f.default is dataclasses.MISSING
         shown = "required" if required else f"default {f.default!r}"
-        switch = {"nargs": "?", "const": True} if f.type is bool else {}     # --flag alone is --flag true
-        parser.add_argument(f"--{f.name}", type=_boolean if f.type is bool else f.type, **switch,
-                            metavar=f.type.__name__.upper(),
+        alone = {"nargs": "?", "const": True} if f.type is bool else {}     # --flag is --flag true
+        parser.add_argument(f"--{f.name}", type=_boolean if f.type is bool else f.type,
+                            metavar=f.type.__name__.upper(), **alone,
                             help=f"{comments.get(f.name, '')} ({shown})".strip().replace("%", "%%"))
     args = vars(parser.parse_args(argv))
     values = {}
@@ -286,6 +305,15 @@ def drop_old_checkpoints(directory: Path, keep: int) -> None:
     found = sorted((p for p in Path(directory).glob("*") if p.name.isdigit()), key=lambda p: int(p.name))
     for p in found[:-keep]:
         shutil.rmtree(p)
+
+
+def code_version() -> str:
+    """The commit of this source, with "-dirty" where files differ from it; "" outside of a git checkout."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def describe(error: BaseException) -> str:

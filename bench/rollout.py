@@ -231,7 +231,7 @@ def start_gym(cfg: Config, env) -> list:
 def run_gym(workers: list) -> float:
     start, steps = time.monotonic(), 0
     for worker in workers:
-        worker.stdin.write("go\\n")
+        worker.stdin.write("go\n")
         worker.stdin.flush()
     for worker in workers:
         line = worker.stdout.readline()

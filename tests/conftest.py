@@ -1,4 +1,5 @@
-"""The random Qwen2.5-VL that the tests of the mathematics share: built once per session, one second."""
+"""What several tests share: the random Qwen2.5-VL of the mathematics, built once per session in a second;
+where a page has its elements."""
 
 import io
 import shutil
@@ -9,6 +10,14 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+LONGEST = ("test_stages.py", "test_env_webarena.py", "test_agents.py", "test_scale.py", "test_evaluate.py")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that two workers end together."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +62,21 @@ def make_policy(tiny_model):
 def policy(make_policy):
     """An actor that no test may change."""
     return make_policy()
+
+
+@pytest.fixture(scope="session")
+def tabs():
+    """Centres of click-tab's tabs, in page pixels: their number -> (x, y)."""
+    from browser import Session
+    from env_miniwob import MiniWob
+    from rollout import RolloutConfig
+    environment = MiniWob("click-tab", instances=1)
+    session = Session(environment, RolloutConfig())
+    session.open(environment.tasks("eval")[0])
+    boxes = {n: session.page.locator(f"a[href='#tabs-{n}']").bounding_box() for n in (1, 2, 3)}
+    session.stop()
+    environment.close()
+    return {n: (round(b["x"] + b["width"] / 2), round(b["y"] + b["height"] / 2)) for n, b in boxes.items()}
 
 
 def png(seed: int, size=(56, 56)) -> bytes:

@@ -179,14 +179,26 @@ grpo_hier.py: gradients not summed over ranks
 +
 
 grpo_hier.py: last micro-batch dropped
-- for i in range(0, len(order), cfg.micro_batch)]
-+ for i in range(0, len(order) - cfg.micro_batch + 1, cfg.micro_batch)]
+- return [part for part in parts if part]
++ return parts[:-1]
+
+grpo_hier.py: importance weight without a cap
+- .exp().clamp(max=cap)
++ .exp()
+
+grpo_hier.py: importance weight upside down
+- (logp_old_NT - logp_sampler_NT).exp()
++ (logp_sampler_NT - logp_old_NT).exp()
+
+grpo_hier.py: drawn ahead, old log-probs are the trainer's
+- if cfg.pipeline     # they have
++ if False            # they have
 
 grpo_hier.py: statistics of one rank only
 - sums = torch.tensor(gather_objects(sums.tolist(), world)).sum(0)
 + sums = sums
 
-grpo_hier.py: optimizer not restored
+bookkeeping.py: optimizer not restored
 -             optimizers[role].load_state_dict(
 +             str(
 
@@ -211,24 +223,44 @@ policy.py: log-prob gradient of the chosen token only
 + W_VH[y].float())
 
 policy.py: log-probs one position late
-- h_NSH[i, len(p) - 1:len(p) - 1 + len(r)]
-+ h_NSH[i, len(p):len(p) + len(r)]
+- at.append([P - 1, *range(start, end - 1)][:end - start])
++ at.append([P, *range(start + 1, end)][:end - start])
+
+policy.py: responses behind one prompt see each other
+- mask_NSS = ((of == 0) | (of == by)) &
++ mask_NSS = (of >= 0) &
+
+policy.py: positions run on from the response before
+-             position_3NS[:, r, start:end] -= before
++
 
 policy.py: sampled end left out
-- (i + 1 for i, t in enumerate(ids)
-+ (i for i, t in enumerate(ids)
+- return Sample(prompt_ids, q.png, image_size, response_ids, logp, text, cut, seen)
++ return Sample(prompt_ids, q.png, image_size, response_ids[:-1], logp[:-1], text, cut, seen)
 
 policy.py: only one end is known
 - sorted({self.end_id, self.pad_id})
 + [self.end_id]
 
-policy.py: filler after the end kept
--         ids = ids[:end]
-+
+policy.py: decoded on after the end
+- if drawn[i][0][-1] not in self.inputs.stop_ids and len(
++ if len(
 
 policy.py: limit of the longest request for all
--         ids = ids[:q.max_new_tokens]
-+
+- < limits[i]]
++ < max(limits)]
+
+policy.py: positions of new tokens one late
+- inputs["position_ids"][0, :, -1][rows] + 1
++ inputs["position_ids"][0, :, -1][rows] + 2
+
+policy.py: features of another screenshot
+- return [seen[png] for png in pngs]
++ return [seen[png] for png in pngs[::-1]]
+
+policy.py: a twin shares the adapter
+- if id(p) not in own}
++ }
 
 policy.py: attention to padding
 - ids[i, at], mask[i, at] = torch.tensor(row), 1
@@ -247,16 +279,16 @@ policy.py: missing token types accepted
 + if False:
 
 policy.py: sampler noise of one sign
-- .exponential_(generator=g).log_().neg_()
-+ .exponential_(generator=g).log_()
+- .exponential_(generator=self.generators[i]).log_().neg_()
++ .exponential_(generator=self.generators[i]).log_()
 
 policy.py: one seed for all requests
 - manual_seed(s) for s in seeds]
 + manual_seed(0) for s in seeds]
 
 policy.py: response written again from its text
-- , [s.response_ids for s in samples]
-+ , [self.inputs.tokenizer(s.text)["input_ids"] for s in samples]
+- tails[r] += s.response_ids
++ tails[r] += self.inputs.tokenizer(s.text)["input_ids"]
 
 policy.py: dropout acts
 - adapter_name=role).eval()

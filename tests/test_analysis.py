@@ -70,6 +70,13 @@ def test_curve_draws_the_log_and_says_both_ends(tmp_path, capsys):
         analysis.curve(Config(runs=str(tmp_path)))
 
 
+def test_every_key_that_is_drawn_is_one_of_the_glossary():
+    readme = (ROOT / "README.md").read_text()
+    glossary = readme.split("## Metric glossary")[1].split("\n## ")[0]
+    known = {key for row in re.findall(r"(?m)^\| (`.*?) \|", glossary) for key in re.findall(r"`(\w+)`", row)}
+    assert {key for keys in analysis.PANELS.values() for key in keys.split()} <= known
+
+
 @pytest.mark.parametrize("n, window", [(1, 9), (5, 9), (30, 9), (30, 4), (7, 1)])
 def test_moving_average_by_loops(n, window):
     y = np.random.default_rng(n).random(n)

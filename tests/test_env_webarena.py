@@ -191,6 +191,15 @@ def test_without_a_reset_the_log_warns_once_and_changes_stay(tmp_path):
     assert sorted(rewards) == [0, 1] and len(said) == 1 and "gitlab has no reset" in said[0]
 
 
+def test_a_change_that_no_reset_undoes_leaves_traces(web, tmp_path):
+    all_tasks = [t for t, _, _ in ONE_OF_EACH]
+    assert not any(t.leaves_traces for t in environment(tmp_path, web, all_tasks).tasks("any"))
+    bare = SimpleNamespace(json={name: {"address": site["address"]} for name, site in web.json.items()})
+    lasting = {t.instruction for t in environment(tmp_path, bare, all_tasks).tasks("any") if t.leaves_traces}
+    assert lasting == {"invite vinta", "order the kit", "post about cars", "draft a refund", "set the price",
+                       "leave a review"}
+
+
 # -------------------------------------------------------------------------------------- sites that misbehave
 READ = task(0, "look", "url_match", "__REDDIT__", ["reddit"], reference_url="__REDDIT__/f/books",
             url_note="GOLD in PRED")

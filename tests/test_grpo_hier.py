@@ -3,6 +3,7 @@ a resumed run against an uninterrupted one. Run as a program (`two_ranks` does),
 """
 
 import dataclasses
+import math
 import os
 import pickle
 import socket
@@ -16,8 +17,8 @@ import torch
 from conftest import png, request
 
 import grpo_hier
-from grpo_hier import (Batch, batches, credit, load_checkpoint, log_line, save_checkpoint, schedule,
-                       statistics, update)
+from bookkeeping import load_checkpoint, save_checkpoint, statistics, total
+from grpo_hier import Batch, batches, credit, log_line, micro_batches, schedule, update
 from policy import Policy
 from rollout import Episode, Group, Plan, Step, Task, request_seed
 from runtime import World, process_group
@@ -135,6 +136,57 @@ def test_micro_batches_and_order_are_no_part_of_the_objective(make_policy, batch
             assert_close(grad, wanted)
 
 
+def test_a_micro_batch_has_so_many_samples_and_so_many_tokens_at_most():
+    lengths = [5, 1, 9, 2, 3, 30]
+    order = sorted(range(6), key=lengths.__getitem__)
+    cut = lambda **settings: micro_batches(order, lengths, config(**settings))
+    assert cut(micro_batch=4) == [[1, 3, 4, 0], [2, 5]]
+    assert cut(micro_batch=4, micro_tokens=10) == [[1, 3, 4], [0], [2], [5]]   # 3 x 3 tokens; 30 come alone
+    assert cut(micro_batch=2, micro_tokens=10) == [[1, 3], [4, 0], [2], [5]]
+    assert micro_batches([], lengths, config()) == []
+
+
+def test_a_token_budget_is_no_part_of_the_objective(make_policy, batch):
+    policy = make_policy()
+    wanted = gradients(policy, batch, config(micro_batch=9))[0][0]
+    longest = max(len(s.prompt_ids) + len(s.response_ids) for s in batch.samples)
+    assert_close(gradients(policy, batch, config(micro_batch=9, micro_tokens=2 * longest))[0][0], wanted)
+
+
+def elsewhere(batch, shift):
+    """The same samples as if a sampler had given every token `shift` nats more."""
+    return Batch([dataclasses.replace(s, logp=[x + shift for x in s.logp]) for s in batch.samples], batch.adv,
+                 batch.T)
+
+
+def test_the_mismatch_of_sampler_and_trainer_is_logged_and_may_weight_the_terms(make_policy, batch):
+    policy = make_policy()
+    drawn = Batch(draw(policy, 9), batch.adv, batch.T)               # by this very policy
+    (plain, _), stats = gradients(policy, drawn, config())
+    assert stats["mismatch"] < 1e-5
+    (same, _), stats = gradients(policy, elsewhere(drawn, -0.5), config())
+    assert torch.equal(same, plain) and stats["mismatch"] == pytest.approx(0.5, abs=1e-5)
+    weighted = lambda shift, cap: gradients(policy, elsewhere(drawn, shift), config(is_cap=cap))[0]
+    for grad in weighted(-0.5, 9.0):                                 # in both passes
+        assert_close(grad, math.exp(0.5) * plain)
+    assert_close(weighted(-0.5, 1.2)[0], 1.2 * plain)                # cut at the cap
+    assert_close(weighted(0.5, 1.2)[0], math.exp(-0.5) * plain)      # never from below
+
+
+def test_drawn_ahead_of_an_update_the_ratio_is_to_the_sampler(make_policy, batch):
+    policy = make_policy()
+    drawn = Batch(draw(policy, 9), batch.adv, batch.T)
+    (fresh, _), _ = gradients(policy, drawn, config())
+    assert_close(gradients(policy, drawn, config(pipeline=1))[0][0], fresh)      # sampler and trainer are one
+    (stale, _), stats = gradients(policy, elsewhere(drawn, -0.1), config(pipeline=1))
+    assert_close(stale, math.exp(0.1) * fresh)                       # all ratios exp(0.1), within the clip
+    assert stats["ratio_max"] == pytest.approx(math.exp(0.1), rel=1e-4)
+    (cut, _), stats = gradients(policy, elsewhere(drawn, -0.5), config(pipeline=1))
+    gains = Batch(drawn.samples, [min(a, 0.0) for a in drawn.adv], drawn.T)      # the clip acts in pass 1
+    assert_close(cut, math.exp(0.5) * gradients(policy, gains, config())[0][0])
+    assert 0 < stats["clip"] < 1
+
+
 def test_samples_of_advantage_zero_are_not_run_and_change_no_bit(make_policy, batch, monkeypatch):
     policy, run = make_policy(), []
     logp = policy.logp
@@ -175,7 +227,7 @@ def test_the_gradient_is_clipped_per_role_to_max_norm(make_policy, batch):
 
 def test_nothing_to_learn_is_a_step_with_a_zero_gradient(make_policy, batch):
     policy = make_policy()
-    empty = dataclasses.replace(batch.samples[0], response_ids=[])
+    empty = dataclasses.replace(batch.samples[0], response_ids=[], logp=[])
     for data in (Batch([], [], []), Batch([batch.samples[0]], [0.0], [1]), Batch([empty], [1.0], [1])):
         before = {n: p.detach().clone() for n, p in policy.parameters().items()}
         optimizer = torch.optim.AdamW(policy.parameters().values(), lr=1e-2, weight_decay=0.0)
@@ -244,9 +296,9 @@ def test_one_step_moves_the_trained_role_and_nothing_else(make_policy, policy):
 
 def test_statistics_are_over_episodes_and_the_log_line_over_all_ranks(policy):
     g, cfg = groups(policy, 3), config()
-    shares = [statistics(part, cfg) for part in (g[:1], [], g[1:])]  # the second rank has no task
-    line = log_line(grpo_hier.total(shares), {})
-    assert line == pytest.approx(log_line(statistics(g, cfg), {}), rel=1e-12)
+    shares = [statistics(p, *credit(p, cfg)) for p in (g[:1], [], g[1:])]  # the second rank has no task
+    line = log_line(total(shares), {})
+    assert line == pytest.approx(log_line(statistics(g, *credit(g, cfg)), {}), rel=1e-12)
     rewards = [e.reward for group in g for row in group.episodes for e in row if e.reward is not None]
     assert line["reward_mean"] == sum(rewards) / len(rewards) and len(rewards) == 17
     assert line["infra_rate"] == pytest.approx(1 / 18)
@@ -254,7 +306,8 @@ def test_statistics_are_over_episodes_and_the_log_line_over_all_ranks(policy):
 
 
 def test_eq_11_is_logged_as_the_sum_of_both_losses(policy):
-    s = statistics(groups(policy, 1), config())
+    g = groups(policy, 1)
+    s = statistics(g, *credit(g, config()))
     assert log_line(s, {"actor": {"loss": 0.5}, "decomposer": {"loss": -0.2}})["loss"] == pytest.approx(0.3)
     assert log_line(s, {"actor": {"loss": 0.5}})["loss"] == 0.5
 

@@ -115,8 +115,10 @@ TOOLS = {"llm", "prompts", "actions"}
 MAY_IMPORT = {"runtime": set(), "actions": set(), "prompts": set(), "policy": {"attention"}, "llm": set(),
               "attention": set(), "flops": set(),
               "data": {"trajectories", "actions", "attention", "policy", "prompts"},
-              "chromium": set(), "browser": {"actions", "chromium"}, "trajectories": {"actions"},
-              "rollout": {"actions", "prompts", "browser", "chromium"},
+              "chromium": set(), "engine": {"policy"}, "bookkeeping": {"rollout"},
+              "browser": {"actions", "chromium"}, "trajectories": {"actions"},
+              "dialects": {"actions"}, "agents": {"actions", "dialects", "llm", "policy", "prompts"},
+              "rollout": {"actions", "dialects", "prompts", "browser", "chromium"},
               "episode_log": {"actions", "browser", "rollout"},
               "results": TOOLS, "analysis": TOOLS | {"results"}}
 
@@ -230,7 +232,8 @@ def test_data_is_never_run(file):
 
 def test_nothing_names_this_machine_or_a_package_registry():
     texts = [f for pattern in ("*", ".ci/*", "demo/*", "bench/*", "tests/*") for f in ROOT.glob(pattern)
-             if f.is_file() and f.suffix in (".py", ".md", ".sh", ".toml", ".txt", ".html", ".json", "")]
+             if f.is_file() and f.name != ".git"     # a file in a worktree
+             and f.suffix in (".py", ".md", ".sh", ".toml", ".txt", ".html", ".json", "")]
     machine = re.compile(r"(?<![\w.}])/(home|root|work|tmp|opt|Users|mnt|srv)/\w")
     registry = re.compile("|".join(("py" "pi" r"\.org", "python" "hosted", "npm" "js", "deb" r"\.debian")))
     later = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")

@@ -8,7 +8,6 @@ import torch
 from conftest import png, request
 from safetensors.torch import load_file, save_file
 
-import policy as policy_module
 from policy import GumbelSampler, Policy, Sample, forward_hidden, load_model, policy_logits, token_logp
 from runtime import UserError
 
@@ -91,7 +90,7 @@ def test_right_padded_left_padded_and_single_samples_agree(policy, samples):
 def test_each_sample_sees_its_own_image(policy):
     a, b = make_sample(policy, 1, [5, 9, 30]), make_sample(policy, 2, [5, 9, 30])
     assert a.prompt_ids == b.prompt_ids                              # only the pixels differ
-    both, alone = policy.logp([a, b], 0.8), [policy.logp([s], 0.8)[0] for s in (a, b)]
+    both, alone = policy.logp([a, b], 0.8), [reference_logp(policy, s) for s in (a, b)]
     assert_same(both, alone, 1e-5)
     assert (both[0] - both[1]).abs().max() > 0.1                     # swapping them would show
 
@@ -157,17 +156,18 @@ def test_draws_depend_on_the_request_alone(policy):
 def test_draws_follow_the_softmax_at_the_temperature():
     logits, n = torch.tensor([[2.0, 1.0, 0.0, -1.0, 9.0]]), 4000
     sampler = GumbelSampler(range(n), [0.8] * n, torch.tensor([4]), "cpu")
-    drawn = sampler(torch.zeros(n, 1, dtype=torch.long), logits.expand(n, -1)).argmax(-1)
+    drawn, logp = sampler(logits.expand(n, -1), list(range(n)))
     p = (logits[0, :4].double() / 0.8).softmax(-1)
     share = torch.bincount(drawn, minlength=5).double() / n
     assert share[4] == 0                                             # banned, although by far the likeliest
     assert ((share[:4] - p).abs() < 4.5 * (p * (1 - p) / n).sqrt()).all()
-    assert torch.allclose(sampler.logp(drawn[:, None]).exp().squeeze(-1).double(), p[drawn], atol=1e-6)
+    assert torch.allclose(logp.exp().double(), p[drawn], atol=1e-6)
 
 
 @pytest.fixture
 def push(policy):
-    """push({step: id or one id per row}) makes the model write those ids, counting its calls from here on."""
+    """push({step: id or one id per live row}) makes the model write those ids, counting its calls from here
+    on."""
     handles = []
 
     def start(wanted, strength=1000.0):
@@ -194,6 +194,88 @@ def test_banned_ids_are_never_sampled_and_refused_in_training(policy, push):
         policy.logp([make_sample(policy, 1, [5, policy.inputs.image_id, 6])], 0.8)
 
 
+# ---------------------------------------------------------------------------------- nothing is computed twice
+@pytest.fixture
+def encoded(policy, monkeypatch):
+    """Numbers of screenshots that the vision tower gets, call by call."""
+    calls, see = [], policy.model.model.get_image_features
+    monkeypatch.setattr(policy.model.model, "get_image_features",
+                        lambda pixel_values, image_grid_thw, **k: calls.append(len(image_grid_thw))
+                        or see(pixel_values, image_grid_thw, **k))
+    return calls
+
+
+def test_a_screenshot_is_encoded_once_while_a_sample_of_it_lives(policy, encoded):
+    images = [png(80), png(81, (84, 56))]
+    drawn = policy.sample([request(i, image=images[i % 2]) for i in range(5)])
+    for _ in range(2):                                               # both optimisation passes
+        rows = policy.logp(drawn, 0.8)
+    assert encoded == [2] and rows[0].requires_grad
+    assert_same(rows, [reference_logp(policy, s) for s in drawn], 1e-5)
+    n = len(policy.seen)
+    own = [policy.seen[image].data_ptr() for image in images]
+    assert all(s.seen.untyped_storage().nbytes() == s.seen.nbytes for s in drawn) and len(set(own)) == 2
+    del drawn, rows
+    assert len(policy.seen) == n - 2, "features outlive the samples: memory would grow from batch to batch"
+    assert images[0] not in policy.seen
+
+
+def test_equal_prompts_share_one_prefill(policy):
+    requests = [request(i, "ab"[i // 3 % 2], image=png(90)) for i in range(7)]   # two prompts, 4 and 3 times
+    rows = []
+    handle = policy.model.lm_head.register_forward_hook(lambda module, x, out: rows.append(out.shape[:2]))
+    together = policy.sample(requests)
+    handle.remove()
+    assert rows[0] == (2, 1) and rows[1][0] > 2
+    for q, s in zip(requests, together):
+        alone, = policy.sample([q])
+        assert alone.response_ids == s.response_ids
+        assert_same([torch.tensor(s.logp)], [torch.tensor(alone.logp)], 1e-5)
+
+
+def test_samples_of_one_prompt_share_its_pass_and_change_nothing(make_policy, monkeypatch):
+    for checkpointing in (False, True):
+        policy = make_policy(checkpointing=checkpointing)
+        a, b, image = png(95), png(96, (84, 112)), png(97)
+        samples = [make_sample(policy, 0, ids, user, shot) for ids, user, shot in (
+            ([5, 9, 300], "x", a), ([17, 8], "a longer prompt", b), ([40], "x", a), ([], "x", a),
+            ([9, 9, 9, 9, 7], "a longer prompt", b), ([5, 9, 300, 2], "alone", image), ([5, 9, 300], "x", a))]
+        rows, texts = [], policy.inputs.texts
+        monkeypatch.setattr(policy.inputs, "texts", lambda prompts, *more:
+                            rows.append(len(prompts)) or texts(prompts, *more))
+        weight = [torch.randn(len(s.response_ids), generator=torch.Generator().manual_seed(i))
+                  for i, s in enumerate(samples)]
+        together = policy.logp(samples, 0.8)
+        assert rows == [3]
+        assert_same(together, [reference_logp(policy, s) for s in samples], 1e-5)
+        sum((row * w).sum() for row, w in zip(together, weight)).backward()
+        grads = {n: p.grad.clone() for n, p in policy.parameters().items()}
+        for p in policy.parameters().values():
+            p.grad = None
+        for s, w in zip(samples, weight):
+            (policy.logp([s], 0.8)[0] * w).sum().backward()
+        for n, p in policy.parameters().items():
+            assert torch.allclose(grads[n], p.grad, atol=1e-5 * float(p.grad.abs().max())), n
+        monkeypatch.undo()
+
+
+def test_a_twin_has_the_same_frozen_weights_and_an_adapter_of_its_own(make_policy, samples):
+    policy = make_policy()
+    twin = policy.twin()
+    mine = {n: p.data_ptr() for n, p in policy.peft.named_parameters()}
+    shared = [n for n, p in twin.peft.named_parameters() if p.data_ptr() == mine[n]]
+    assert set(shared) == set(mine) - set(policy.parameters())
+    assert set(twin.parameters()) == set(policy.parameters())
+    before = twin.logp(samples, 0.8)
+    assert_same(before, policy.logp(samples, 0.8), 0)
+    for p in policy.parameters().values():
+        p.data += 0.1
+    assert_same(twin.logp(samples, 0.8), before, 0)
+    assert (policy.logp(samples, 0.8)[0] - before[0]).abs().max() > 0.05
+    twin.copy_adapter(policy)
+    assert_same(twin.logp(samples, 0.8), policy.logp(samples, 0.8), 0)
+
+
 # ------------------------------------------------------------------------------------- tokens, ends and masks
 def test_the_sampled_end_is_part_of_the_response_and_what_follows_is_not(policy, push):
     for end in (policy.inputs.end_id, policy.inputs.pad_id):
@@ -204,12 +286,11 @@ def test_the_sampled_end_is_part_of_the_response_and_what_follows_is_not(policy,
 
 
 def test_one_row_ends_while_another_goes_on(policy, push, monkeypatch):
-    """The filler after a row's end is in no response, whatever ids serve as padding and as end."""
+    """A row that has ended is decoded no further, whatever ids serve as padding and as end."""
     end, requests = policy.inputs.end_id, [request(i, max_new_tokens=(9, 9, 3, 6)[i]) for i in range(4)]
     for pad in (policy.inputs.pad_id, end):                          # also pad == end
         monkeypatch.setattr(policy.inputs, "pad_id", pad)
-        push({0: (7, 11, 21, 31), 1: (end, 12, 22, 32), 2: (50, 13, 23, 33), 3: (51, end, 24, 34),
-              4: (52, 53, 25, 35), 5: (54, 55, 26, 36)})
+        push({0: (7, 11, 21, 31), 1: (end, 12, 22, 32), 2: (13, 23, 33), 3: (end, 34), 4: (35,), 5: (36,)})
         drawn = policy.sample(requests)
         written = [s.response_ids for s in drawn]
         assert written == [[7, end], [11, 12, 13, end], [21, 22, 23], [*range(31, 37)]]
@@ -242,8 +323,8 @@ def test_trained_ids_are_the_sampled_ids_though_text_does_not_encode_back_to_the
     drawn = policy.sample([request(i) for i in range(6)])
     encode = lambda text: policy.inputs.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert any(encode(s.text) != s.response_ids for s in drawn), "this needs text that does not encode back"
-    seen, forward = [], policy_module.forward_hidden
-    monkeypatch.setattr(policy_module, "forward_hidden", lambda model, x: seen.append(x) or forward(model, x))
+    seen, texts = [], policy.inputs.texts
+    monkeypatch.setattr(policy.inputs, "texts", lambda *rows: seen.append(texts(*rows)) or dict(seen[-1]))
     for method in ("decode", "encode", "__call__", "batch_decode"):  # none is needed to train
         monkeypatch.setattr(type(policy.inputs.tokenizer), method, None)
     assert_same(policy.logp(drawn, 0.8), [torch.tensor(s.logp) for s in drawn], 1e-5)

@@ -1,6 +1,5 @@
 """The README against the code: commands, flags, files, metric keys and settings that it names are there."""
 
-import ast
 import dataclasses
 import importlib
 import re
@@ -69,9 +68,6 @@ def test_every_flag_that_is_named_exists():
 def test_every_file_is_in_the_tree_and_every_file_of_the_tree_is_there():
     tree = README[README.index("## Files"):].split("```")[1]
     named = set(re.findall(r"\b[\w/]+\.(?:py|html|sh|toml)\b", tree))
-    for prefix, rest in re.findall(r"(webarena)_\w+((?:, _\w+(?:\.py)?)+)", tree):
-        named |= {f"{prefix}{part}".removesuffix(".py") + ".py" for part in re.findall(r"_\w+", rest)}
-    named = {n for n in named if not n.startswith("_")}
     missing = {n for n in named if not (ROOT / n).exists()}
     rooms = {f.name for f in ROOT.glob("*.py")}
     assert not missing and rooms <= named, (missing, rooms - named)
@@ -83,26 +79,23 @@ def test_other_files_that_are_named_exist():
         assert (ROOT / name).exists(), name
 
 
-def test_the_glossary_has_exactly_the_keys_of_the_log():
-    """The keys that grpo_hier.py logs: those of `log_line`, of `update` for both roles, and of `train`."""
-    import grpo_hier
+def glossary() -> tuple[set, set]:
+    """The keys of the metric glossary: those of every run, and those of a run with servers."""
     table = README[README.index("## Metric glossary"):].split("\n\n")[1]
-    named = {k for line in table.splitlines()[2:] for k in re.findall(r"`(\w+)`", line.split("|")[1])}
-    counts = ast.parse((ROOT / "grpo_hier.py").read_text())
-    functions = {n.name: n for n in ast.walk(counts) if isinstance(n, ast.FunctionDef)}
-    keys = lambda name: {k.value for d in ast.walk(functions[name]) if isinstance(d, ast.Dict)
-                         for k in d.keys if isinstance(k, ast.Constant)}
-    s = dict.fromkeys(keys("statistics"), 1)
-    updates = {role: dict.fromkeys([r for r in returned(functions["update"])], 0.0)
-               for role in ("actor", "decomposer")}
-    logged = set(grpo_hier.log_line(s, updates)) | (keys("train") - {"S_i", "adv_A", "adv_D"})
-    assert named == logged, (sorted(named - logged), sorted(logged - named))
+    always, servers = set(), set()
+    for line in table.splitlines()[2:]:
+        keys, meaning = line.strip("|").split("|")
+        found = set(re.findall(r"`([A-Za-z]\w+)`", keys))
+        if "(`_D`)" in keys:
+            found |= {k[:-1] + "D" for k in found}
+        (servers if "--engine vllm" in meaning else always).update(found)
+    return always, servers
 
 
-def returned(function) -> list[str]:
-    """The keys of the dict that a function returns last."""
-    last = [n for n in ast.walk(function) if isinstance(n, ast.Return) and isinstance(n.value, ast.Dict)][-1]
-    return [k.value for k in last.value.keys]
+def test_the_glossary_names_each_key_once():
+    """Those of every run are compared with a run's log in test_stages.py, servers' in test_engine.py."""
+    always, servers = glossary()
+    assert len(always) > 25 and not always & servers and servers
 
 
 def test_settings_that_the_readme_gives_as_the_papers_are_the_defaults():

@@ -1,0 +1,208 @@
+"""Generation on servers: what is asked of them, checked in their answers, pushed to them, and what happens
+when they die. The servers are stand-ins (vllm_stub.py); test_vllm.py has real ones."""
+
+import dataclasses
+import threading
+import time
+
+import pytest
+import torch
+from conftest import png
+from test_grpo_log import log_of
+from test_readme import glossary
+from vllm_stub import VllmStub
+
+import engine
+import grpo_hier
+from engine import Vllm, load_engine
+from rollout import Request
+from runtime import UserError, World
+
+CFG = dataclasses.replace(grpo_hier.Config(), engine="vllm", probe_limit=1e-3)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(engine, "RETRY", 0.1)
+
+
+@pytest.fixture(scope="module")
+def stubs(make_policy):
+    """Two servers of the actor."""
+    pair = [VllmStub(make_policy(moved=0)) for _ in range(2)]
+    yield pair
+    for stub in pair:
+        stub.server.shutdown()
+        stub.server.server_close()
+
+
+@pytest.fixture
+def servers(stubs, make_policy, tmp_path):
+    """The trainer's actor and its two servers, all of them up and holding its adapter."""
+    policy = make_policy(moved=3)
+    both = Vllm(policy, [stub.url for stub in stubs], tmp_path / "adapters", CFG, World(), patience=5.0)
+    both.push(0)
+    for stub in stubs:
+        stub.seen.clear()
+    yield both
+    both.close()
+    for stub in stubs:
+        stub.change, stub.drift = list, 0.0
+
+
+def ask(i, user="Where is the cart?", temperature=0.8):
+    return Request("actor", "Do the next step.", user, png(i), 10 ** 18 + i, temperature, 6 + i % 3)
+
+
+def test_a_server_s_sample_is_the_local_one_token_by_token(servers, stubs):
+    requests = [ask(i, "word <|im_end|> " * (i % 3)) for i in range(6)]
+    remote, local = [servers.submit(q) for q in requests], servers.policy.sample(requests)
+    for future, there, q in zip(remote, local, requests):
+        sample = future.result(30)
+        assert sample.prompt_ids == there.prompt_ids and sample.response_ids == there.response_ids
+        assert (sample.text, sample.truncated, sample.png) == (there.text, there.truncated, q.png)
+        assert sample.image_size == there.image_size
+        assert torch.allclose(torch.tensor(sample.logp), torch.tensor(there.logp), atol=1e-5)
+    assert all(len(stub.calls("/v1/chat")) == 3 for stub in stubs), "the less busy server is the next"
+    assert servers.submit(ask(1, temperature=0.0)).result(30).logp == [0.0] * 7
+
+
+def test_each_version_has_a_new_name_and_the_stale_one_goes(servers, stubs, tmp_path):
+    before = servers.submit(ask(1)).result(30)
+    names = [servers.adapter]
+    for version in (1, 2, 3):
+        for p in servers.policy.parameters().values():
+            p.data += 0.02
+        told = servers.push(version)
+        assert told["version"] == version and told["servers"] == 2 and 0 < told["probe"] < 1e-5
+        names.append(servers.adapter)
+        for stub in stubs:
+            assert list(stub.adapters) == [servers.adapter]
+            assert stub.running.is_set()
+    assert len(set(names)) == 4 and names[1].startswith("actor-000001-")
+    order = [path for path, _ in stubs[0].seen if "chat" not in path]
+    assert order == ["/pause?mode=keep", "/v1/load_lora_adapter", "/resume", "/v1/unload_lora_adapter"] * 3
+    assert sorted(p.name for p in (tmp_path / "adapters").iterdir()) == sorted(names[2:])  # one is late
+    after = servers.submit(ask(1)).result(30)
+    wanted, = servers.policy.sample([ask(1)])
+    assert after.response_ids == wanted.response_ids
+    assert before.logp[0] != pytest.approx(after.logp[0], abs=1e-4)
+
+
+def test_a_server_that_dies_in_the_middle_is_left_out_and_comes_back(servers, stubs):
+    local = servers.policy.sample([ask(i) for i in range(12)])
+    dying, other = stubs
+    dying.running.clear()                                            # it holds its requests, then is gone
+    futures = [servers.submit(ask(i)) for i in range(12)]
+    while len(dying.calls("/v1/chat")) < 3:
+        time.sleep(0.01)
+    dying.die()
+    assert [f.result(30).response_ids for f in futures] == [s.response_ids for s in local]
+    assert [s.live for s in servers.servers] == [False, True]
+    assert servers.push(1)["servers"] == 1 and list(other.adapters) == [servers.adapter]
+    dying.start()
+    deadline = time.monotonic() + 10
+    while not servers.servers[0].live:
+        assert time.monotonic() < deadline, servers.servers[0].fault
+        time.sleep(0.02)
+    assert list(dying.adapters) == [servers.adapter], "it was given the adapter of now before any request"
+    dying.seen.clear()
+    assert [f.result(30).response_ids for f in [servers.submit(ask(i)) for i in range(4)]] \
+        == [s.response_ids for s in local[:4]]
+    assert dying.calls("/v1/chat")
+
+
+def test_a_server_that_lost_its_adapter_gets_it_again(servers, stubs):
+    for stub in stubs:
+        stub.adapters.clear()                                        # restarted too fast to be missed
+    assert servers.submit(ask(2)).result(30).response_ids == servers.policy.sample([ask(2)])[0].response_ids
+
+
+def test_without_any_server_a_request_is_infrastructure_and_a_push_ends_the_run(make_policy, tmp_path):
+    stub = VllmStub(make_policy(moved=0))
+    alone = Vllm(make_policy(), [stub.url], tmp_path, CFG, World(), patience=0.5)
+    alone.push(0)
+    stub.die()
+    with pytest.raises(ConnectionError, match="^model server: none answers for the actor.*127.0.0.1"):
+        alone.submit(ask(1)).result(30)
+    with pytest.raises(UserError, match="start a server"):
+        alone.push(1)
+    alone.close()
+
+
+@pytest.mark.parametrize("spoil, message", [
+    ({"change": lambda ids: ids[:-1]}, "log-probs"),
+    ({"change": lambda ids: [3, *ids[1:]]}, None),
+    ({"drift": 0.01}, "--probe_limit")], ids=["fewer ids", "other ids", "other log-probs"])
+def test_answers_that_cannot_be_trained_on_end_the_run(servers, stubs, spoil, message):
+    for stub in stubs:
+        for name, value in spoil.items():
+            setattr(stub, name, value)
+    with pytest.raises(UserError, match=message):
+        servers.push(1)
+
+
+def test_banned_ids_and_other_prompts_are_refused(servers, stubs, monkeypatch):
+    image = servers.policy.inputs.image_id
+    for stub in stubs:
+        stub.change = lambda ids: [image, *ids[1:]]
+    with pytest.raises(UserError, match=f"{image}.*banned"):
+        servers.submit(ask(1)).result(30)
+    for stub in stubs:
+        stub.change = list
+    encode = servers.policy.encode
+    monkeypatch.setattr(servers.policy, "encode", lambda *a: (encode(*a)[0][1:], encode(*a)[1]))
+    with pytest.raises(UserError, match="prompt ids"):
+        servers.submit(ask(1)).result(30)
+
+
+def test_a_server_on_another_base_is_found_by_the_probe(servers, stubs, monkeypatch):
+    other = stubs[1].policy.model.lm_head.weight
+    with torch.no_grad():
+        other.mul_(1.01)
+    with pytest.raises(UserError, match=f"{stubs[1].url}.*probe"):
+        servers.push(1)
+    with torch.no_grad():
+        other.div_(1.01)
+
+
+@pytest.mark.parametrize("settings, named", [
+    ({"engine": "sglang"}, "sglang"), ({"engine": "vllm", "actor_url": ""}, "--actor_url")])
+def test_a_wrong_engine_is_one_line(make_policy, tmp_path, settings, named):
+    cfg = dataclasses.replace(CFG, **settings)
+    with pytest.raises(UserError, match=named):
+        load_engine(cfg, {"actor": make_policy()}, tmp_path, World())
+
+
+class Answered(dict):
+    """`models` for a scripted pool, which asks in lists: each list goes to the servers."""
+
+    def __getitem__(self, role):
+        servers = super().__getitem__(role)
+        return lambda requests: [f.result(60) for f in [servers.submit(q) for q in requests]]
+
+
+def test_a_run_through_servers_logs_what_a_local_run_logs(tiny_model, make_policy, tmp_path, monkeypatch):
+    """Three rollout batches through both engines, the actor's first server killed in the second one."""
+    fleet = {role: VllmStub(make_policy(role, moved=0, r=4, alpha=8)) for role in ("actor", "decomposer")}
+    fleet["spare"] = VllmStub(make_policy("actor", moved=0))
+    local = log_of(tiny_model, tmp_path / "local", monkeypatch)
+    load = grpo_hier.load_engine
+
+    def wrapped(*arguments):
+        it = load(*arguments)
+        it.models = Answered(it.models)
+        return it
+    monkeypatch.setattr(grpo_hier, "load_engine", wrapped)
+    threading.Timer(0.5, fleet["actor"].die).start()
+    remote = log_of(tiny_model, tmp_path / "remote", monkeypatch, engine="vllm", is_cap=2.0, probe_limit=1e-3,
+                    actor_url=f"{fleet['actor'].url}, {fleet['spare'].url}",
+                    decomposer_url=fleet["decomposer"].url)
+    assert [line["version_A"] for line in remote] == [0, 1, 2]
+    assert all(0 < line[key] < 1e-4 for line in remote for key in ("probe_A", "probe_D", "mismatch_A"))
+    other = ("seconds", "phases", "mismatch", "ratio", "grad", "faults")
+    same = [k for k in local[0] if not k.startswith(other)]
+    for a, b in zip(local, remote):
+        assert {k: b[k] for k in same} == pytest.approx({k: a[k] for k in same}, rel=1e-3, abs=1e-6)
+    assert all(line["phases"]["generation"] > 0 for line in remote)
+    assert glossary()[1] == {k for k in remote[0] if k not in local[0]}     # the README defines every key

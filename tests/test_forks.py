@@ -1,0 +1,82 @@
+"""The README's worked forks: each is a short diff that applies, changes what it says, and runs."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FORKS = re.findall(r"### (.+?)\n.*?```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+GROUPS = """
+import torch, grpo_hier as g
+from rollout import Episode, Group, Plan, Step, Task
+from prompts import Subtask
+def episode(group, plan, m, reward, line):
+    return Episode(group, plan, m, 0, [Step(b"", None, line)], "failure", reward)
+group = Group(Task("t", "s"), plans=[Plan(0, "", [Subtask("one", "open it"), Subtask("two", "close it")])])
+group.episodes = [[episode(group, group.plans[0], 0, 1.0, "Open it, then close it"),
+                   episode(group, group.plans[0], 1, 0.0, "open it"),
+                   episode(group, group.plans[0], 2, 0.0, "")]]
+R_BKM, _, _, adv_A_BKM, _ = g.credit([group], g.Config(K=1, M=3))
+print(R_BKM.flatten().tolist(), adv_A_BKM.flatten().tolist())
+"""
+
+
+def run(copy, *command):
+    process = subprocess.run([sys.executable, *map(str, command)], cwd=copy, env=ENV, text=True,
+                             capture_output=True, timeout=300)
+    assert process.returncode == 0, (process.stdout + process.stderr)[-3000:]
+    return process.stdout
+
+
+@pytest.fixture
+def forked(request, tmp_path):
+    """A copy of the project with one fork's diff applied."""
+    name, diff = FORKS[request.param]
+    changed = [line for line in diff.splitlines() if re.match(r"[+-](?![+-]{2} )", line)]
+    assert 0 < len(changed) <= 40, name
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "runs", "bench", "tests", "__pycache__"))
+    subprocess.run(["git", "apply", "--whitespace=nowarn", "-"], input=diff, text=True, cwd=copy, check=True)
+    return copy
+
+
+def first_batch(copy, model, tmp_path):
+    """One rollout batch of the fork on the tiny model; its log line."""
+    run(copy, "grpo_hier.py", "--prompts", "demo/prompts.json", "--dtype=float32", "--checkpointing=false",
+        "--run", tmp_path / "run", "--actor", model, "--decomposer", model, "--env", "miniwob", "--tasks",
+        "click-tab", "--split", "train", "--instances", 1, "--K", 2, "--M", 2, "--threads", 2, "--max_steps", 2,
+        "--lora_r", 4, "--max_tokens_A", 8, "--max_tokens_D", 8, "--beta", 0.01)
+    (line,) = map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines())
+    return line
+
+
+def test_there_are_three():
+    assert [name for name, _ in FORKS] == [
+        "A leave-one-out baseline", "A shaped reward from completed subtasks",
+        "A decomposer that plans again after a failure"]
+
+
+@pytest.mark.parametrize("forked", [0], indirect=True)
+def test_the_leave_one_out_baseline(forked, tiny_model, tmp_path):
+    assert run(forked, "-c", GROUPS) == "[1.0, 0.0, 0.0] [1.0, -0.5, -0.5]\n"
+    assert first_batch(forked, tiny_model, tmp_path)["episodes"] == 4
+
+
+@pytest.mark.parametrize("forked", [1], indirect=True)
+def test_the_shaped_reward(forked, tiny_model, tmp_path):
+    rewards = json.loads(run(forked, "-c", GROUPS).split("] ")[0] + "]")
+    assert rewards == pytest.approx([1.2, 0.1, 0.0])
+    assert first_batch(forked, tiny_model, tmp_path)["episodes"] == 4
+
+
+@pytest.mark.parametrize("forked", [2], indirect=True)
+def test_the_decomposer_that_plans_again(forked, tiny_model, tmp_path):
+    line = first_batch(forked, tiny_model, tmp_path)     # the untrained actor fails at every step
+    assert line["episodes"] == 4 and line["trained_D"] == 2 + 4 * 2
