@@ -163,8 +163,12 @@ def process_group():
     if "RANK" not in os.environ:
         yield World(device=device)
         return
+    # after a restart by torchrun, its store still has the addresses of the processes before: one prefix each
+    store, rank, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     # ranks wait for the slowest one's browsers in a gloo collective: minutes, on a bad day hours
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(days=1))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
+                            timeout=datetime.timedelta(days=1))
     try:
         yield World(dist.get_rank(), dist.get_world_size(), device)
     finally:
