@@ -63,7 +63,7 @@ def remedy(error: Exception) -> str:
         return (f"no space left on the disk for {error.filename or 'the run directory'}: make room (old "
                 f"runs/), then the same command goes on where it stopped")
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
-        return f"{error.filename} may not be written: give a directory of your own (--run, --out)"
+        return f"no permission for {error.filename or 'a file'}: give a directory of your own (--run, --out)"
     return ""
 
 

@@ -7,5 +7,8 @@ cd "$(dirname "$0")"
 export OMP_WAIT_POLICY=passive  # idle torch threads sleep instead of taking the cores from the browsers
 pytest=".venv/bin/python -m pytest"
 [ $# = 0 ] || exec $pytest "$@"
-$pytest tests/test_browser.py tests/test_rollout.py
-$pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/test_browser.py --ignore=tests/test_rollout.py
+failed=0
+$pytest tests/test_browser.py tests/test_rollout.py || failed=1
+$pytest -n 2 --dist loadfile --no-loadscope-reorder \
+  --ignore=tests/test_browser.py --ignore=tests/test_rollout.py || failed=1
+exit $failed

@@ -68,7 +68,7 @@ class OutOfMemoryError(RuntimeError):
     (UserError("the thing; the way out"), "the thing; the way out"),
     (OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"), "lower --micro_batch"),
     (OSError(errno.ENOSPC, "No space left on device", "runs/x/log.jsonl"), "disk for runs/x/log.jsonl"),
-    (PermissionError(errno.EACCES, "Permission denied", "runs"), "runs may not be written"),
+    (PermissionError(errno.EACCES, "Permission denied", "runs"), "no permission for runs"),
     (ValueError("a bug"), ""), (FileNotFoundError(errno.ENOENT, "gone", "f"), "")])
 def test_errors_that_a_user_can_mend_are_one_line(error, words, capsys, monkeypatch):
     assert words in remedy(error) and bool(words) == bool(remedy(error))
