@@ -33,9 +33,9 @@ $python sft.py $preset --role decomposer
 $python sft.py $preset --role actor
 
 echo "== 3 · joint hierarchical GRPO, with an evaluation before and after"
-$python evaluate.py $preset --run runs/$name/eval_sft
+$python evaluate.py $preset --run_dir runs/$name/eval_sft
 $python grpo_hier.py $preset
-$python evaluate.py $preset --run runs/$name/eval_rl --adapters runs/$name
+$python evaluate.py $preset --run_dir runs/$name/eval_rl --adapters runs/$name
 
 echo "== 5 · analysis"
 $python analysis.py curve --runs runs/$name

@@ -1,7 +1,7 @@
 """Stage 4: success rates of a system on an environment's held-out tasks (sections 4.1-4.4, table 1).
 
-    python evaluate.py --preset demo --run runs/demo/eval_sft                     # SFT decomposer + SFT actor
-    python evaluate.py --preset demo --run runs/demo/eval_rl --adapters runs/demo     # the same after stage 3
+    python evaluate.py --preset demo --run_dir runs/demo/eval_sft                   # both roles after stage 2
+    python evaluate.py --preset demo --run_dir runs/demo/eval_rl --adapters runs/demo    # after stage 3
     python evaluate.py --actor SFT_A --decomposer SFT_D --adapters runs/grpo --sites sites.json      # one GPU
 
 Systems: decomposer and actor; with --use_plan false an actor alone; each of them in process (--actor DIR) or
@@ -39,7 +39,7 @@ from runtime import (UserError, code_version, latest_checkpoint, launch, only_pr
 
 @dataclass(frozen=True)
 class Config(RolloutConfig):
-    run: str = "runs/eval"               # result directory; the same one again goes on where it stopped
+    run_dir: str = "runs/eval"           # result directory; the same one again goes on where it stopped
     actor: str = ""                      # checkpoint directory of the actor
     decomposer: str = ""                 # checkpoint directory of the decomposer
     adapters: str = ""                   # stage 3's run: its newest checkpoint, or one; "" for none (w/o RL)
@@ -180,7 +180,7 @@ def show(result: dict) -> None:
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.cpu_threads)
     cfg = with_newest_adapters(cfg)
-    run = open_run(cfg.run, cfg, free=FREE)
+    run = open_run(cfg.run_dir, cfg, free=FREE)
     episodes = run / "episodes.jsonl"
     with only_process(episodes):
         texts = load_prompts(cfg.prompts, cfg.think, cfg.literal)

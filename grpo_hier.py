@@ -48,7 +48,7 @@ from runtime import (UserError, all_reduce_flat_, append_jsonl, gather_objects, 
 
 @dataclass(frozen=True)
 class Config(RolloutConfig):
-    run: str = "runs/grpo"               # run directory; the same one again goes on where it stopped
+    run_dir: str = "runs/grpo"           # run directory; the same one again goes on where it stopped
     actor: str = ""                      # stage-2 checkpoint directory of the actor (frozen base)
     decomposer: str = ""                 # stage-2 checkpoint directory of the decomposer (frozen base)
     K: int = 3                           # plans per task, sec. 4.3
@@ -346,7 +346,7 @@ def main(cfg: Config) -> None:
     if cfg.pipeline not in (0, 1):
         raise UserError(f"--pipeline {cfg.pipeline}: 0 or 1, batches that are drawn ahead of the update")
     with process_group() as world:
-        run = open_run(cfg.run, cfg, world, free=(
+        run = open_run(cfg.run_dir, cfg, world, free=(
             "threads", "micro_batch", "micro_tokens", "keep", "max_batch", "actor_url", "decomposer_url",
             "adapters_dir", "browser_ws"))
         train(cfg, world, run)

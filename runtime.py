@@ -63,7 +63,7 @@ def remedy(error: Exception) -> str:
         return (f"no space left on the disk for {error.filename or 'the run directory'}: make room (old "
                 f"runs/), then the same command goes on where it stopped")
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
-        return f"no permission for {error.filename or 'a file'}: give a directory of your own (--run, --out)"
+        return f"no permission for {error.filename or 'a file'}: give a place of your own (--run_dir, --out)"
     return ""
 
 
@@ -81,7 +81,7 @@ def parse_args(Config, argv=None, program=None, stage=None, commands=()):
     """
     parser = argparse.ArgumentParser(
         program, description=(sys.modules[Config.__module__].__doc__ or "").strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         epilog=f"subcommands: {', '.join(commands)}" if commands else None)
     parser.add_argument("--preset", action="append", default=[], metavar="NAME|FILE",
                         help="values from demo/NAME.toml or a TOML file; may be repeated, later ones win")

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 sft.py --role decomposer --model QWEN --meta M.json --decompositions D.jsonl
     torchrun --nproc_per_node=8 sft.py --role actor --model QWEN --meta M.json --decompositions D.jsonl
     --use_plan false trains the actor without subtasks, which two rows of table 2 start from
-    python sft.py export --run RUN                     # RUN/hf from an unfinished run's newest checkpoint
+    python sft.py export --run_dir RUN                     # RUN/hf from an unfinished run's newest checkpoint
 
 In:  GUI records in ScaleCUA's form (formats: trajectories.py) and the decompositions.jsonl of stage 1.
 Out: RUN/hf, a plain Hugging Face directory; RUN/log.jsonl (one object per optimizer step) and RUN/eval.jsonl;
@@ -56,7 +56,7 @@ class Config:
     model: str = "Qwen2.5-VL-7B-Instruct"  # checkpoint directory to start from, sec. 3.3
     meta: str = "meta.json"              # ScaleCUA meta file, or several separated by commas
     decompositions: str = "decompositions.jsonl"  # stage 1's output
-    run: str = "runs/sft_{role}"         # run directory; the same one again goes on where it stopped
+    run_dir: str = "runs/sft_{role}"     # run directory; the same one again goes on where it stopped
     prompts: str = ""                    # JSON file that replaces texts of prompts.py
     use_plan: bool = True                # false: the actor's prompts carry no subtasks (table 2)
     epochs: int = 1                      # sec. 4.3
@@ -321,7 +321,7 @@ def main(cfg: Config) -> None:
         raise UserError(f"--role {cfg.role}: choose decomposer or actor")
     trajectories.read_meta(cfg.meta)                   # says what is missing before anything is written
     with process_group() as world:
-        run = open_run(cfg.run, cfg, world, free=FREE)
+        run = open_run(cfg.run_dir, cfg, world, free=FREE)
         if not (run / "hf" / "config.json").exists():
             train(cfg, world, run)
         if world.main:
@@ -423,14 +423,14 @@ def peak_memory(world) -> float:
 # ----------------------------------------------------------------------------------------------------- export
 @dataclass(frozen=True)
 class ExportConfig:
-    run: str                             # run directory; its newest checkpoint becomes RUN/hf
+    run_dir: str                         # run directory; its newest checkpoint becomes RUN/hf
     out: str = "{run}/hf"                # directory to write
 
 
 def export(cfg: ExportConfig) -> None:
-    run = Path(cfg.run)
+    run = Path(cfg.run_dir)
     if not (run / "config.json").is_file():
-        raise UserError(f"{run} is no run directory: no config.json there; give the --run of a training run")
+        raise UserError(f"{run} is no run directory: no config.json there; give a training run's --run_dir")
     newest = latest_checkpoint(run / "checkpoints")
     if newest is None:
         raise UserError(f"{run} has no complete checkpoint yet; one is written every --save_every steps")

@@ -82,7 +82,7 @@ def prepare(work: Path, cfg: Config) -> None:
 
 def settings(cfg: Config) -> sft.Config:
     work = Path(cfg.work)
-    return sft.Config("actor", str(work / "model"), str(work / "meta.json"), run=str(work / "run"),
+    return sft.Config("actor", str(work / "model"), str(work / "meta.json"), run_dir=str(work / "run"),
                       use_plan=False, prompts=str(ROOT / "demo/prompts.json"), lr=1e-4, dtype="float32",
                       global_batch=cfg.global_batch, row_tokens=cfg.row_tokens, checkpointing=False,
                       workers=cfg.workers)

@@ -2,7 +2,7 @@
 
     python bench/simulate.py --paper                      # 647 tasks x 21 episodes on eight GPUs
     python bench/simulate.py --paper --gpu RESULT.json    # with what bench/gpu_7b_rl.py measured on a GPU
-    python bench/simulate.py --run runs/demo              # how well it foretells a real run's wall clock
+    python bench/simulate.py --run_dir runs/demo              # how well it foretells a real run's wall clock
 
 A rank is `browsers` threads that play episodes (open, then: wait for an answer, wait for the page) and one
 GPU, which does one thing at a time: a batch of all requests that wait (at most `max_batch`) or, when none
@@ -13,12 +13,12 @@ M episodes in lock-step with a fixed wait after each action, a separate pass for
 samples trained, on the GPUs that do not generate. That code steps its pages one by one; stepped together, the
 model comes near the 720 GPU-hours that the paper reports, so this is what counts as its design here.
 
---run fits page, generation and update costs to every other rollout batch of a run (log.jsonl, steps from
+--run_dir fits page, generation and update costs to every other rollout batch of a run (log.jsonl, steps from
 episodes.jsonl) and foretells the seconds of those between from the structure of their episodes: the speed of
 a machine drifts, so halves would compare two machines. The first batch, which also starts the browsers, is
 left out. Pages and generation are taken to be independent, which they are not where they share two cores.
 
-The last line is JSON: paper_design_gpu_hours, ours_gpu_hours, assumed, measured; with --run: error.
+The last line is JSON: paper_design_gpu_hours, ours_gpu_hours, assumed, measured; with --run_dir: error.
 """
 
 import heapq
@@ -40,7 +40,7 @@ import runtime  # noqa: E402  (the project root is not a package)
 @dataclass
 class Config:
     paper: bool = False                  # simulate the paper's run
-    run: str = ""                        # a run directory of grpo_hier.py to validate the model with
+    run_dir: str = ""                    # a run directory of grpo_hier.py to validate the model with
     gpu: str = ""                        # JSON that bench/gpu_7b_rl.py printed: generation and update costs
     tasks: int = 647                     # sec. 4.3
     K: int = 3                           # sec. 4.3
@@ -247,9 +247,9 @@ def main(cfg: Config) -> None:
         measured = [f"{k} {v}: {cfg.gpu}" for k, v in costs.items()]
         assumed = [line for line in assumed if line.split()[0] not in costs]
     result = {}
-    if cfg.run:
-        result |= validate(Path(cfg.run))
-        measured.append(f"the model's error on {cfg.run}: {result['error']}")
+    if cfg.run_dir:
+        result |= validate(Path(cfg.run_dir))
+        measured.append(f"the model's error on {cfg.run_dir}: {result['error']}")
     if cfg.paper:
         design, mine, pipelined = paper_design(cfg, True), ours(cfg), ours(replace(cfg, pipeline=1))
         print(f"the paper's design, reported: 720 GPU-hours {design}")
@@ -264,7 +264,7 @@ def main(cfg: Config) -> None:
                    "ours_pipelined_gpu_hours": pipelined["gpu_hours"], "assumed": assumed,
                    "measured": measured}
     if not result:
-        raise runtime.UserError("nothing to do: give --paper, or --run with a run directory of grpo_hier.py")
+        raise runtime.UserError("nothing to do: give --paper, or a run of grpo_hier.py as --run_dir")
     print(json.dumps(result))
 
 

@@ -203,12 +203,12 @@ def tab_of(text: str) -> int:
 
 def config(tmp_path, **settings) -> evaluate.Config:
     return evaluate.Config(**{"env": "miniwob", "tasks": "click-tab", "split": "eval", "instances": 3,
-                              "runs": 1, "threads": 2, "max_steps": 3, "run": str(tmp_path / "run"),
+                              "runs": 1, "threads": 2, "max_steps": 3, "run_dir": str(tmp_path / "run"),
                               "use_plan": False} | settings)
 
 
 def results_of(cfg) -> tuple[dict, list[dict]]:
-    run = Path(cfg.run)
+    run = Path(cfg.run_dir)
     return (json.loads((run / "result.json").read_text()),
             [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()])
 

@@ -181,7 +181,7 @@ def test_a_task_that_leaves_traces_runs_alone_on_its_site_and_in_the_files_order
     def act(requests):
         return [Sample([1], r.png, (160, 120), [2], [0.0], "terminate()") for r in requests]
     monkeypatch.setattr(evaluate, "load_models", lambda cfg, texts: {"actor": act})
-    evaluate.main(evaluate.Config(run=str(tmp_path), actor="x", use_plan=False, runs=1, threads=3))
+    evaluate.main(evaluate.Config(run_dir=str(tmp_path), actor="x", use_plan=False, runs=1, threads=3))
     for writer, others in (("A3", ("a1", "a2", "a4")), ("B6", ("b5", "b7"))):
         assert not {frozenset((writer, other)) for other in others} & diary.met
     assert diary.met, "nothing ran at once, so this test would show nothing"
@@ -204,11 +204,11 @@ def test_an_evaluation_killed_half_way_and_restarted_ends_with_the_same_table(tm
         settings = {"env": "miniwob", "tasks": "click-tab", "split": "eval", "instances": 4, "runs": 2,
                     "threads": 1, "max_steps": 2, "coordinates": "page", "actor_model": "m",
                     "actor_url": server.url}
-        evaluate.main(evaluate.Config(**settings, use_plan=False, run=str(tmp_path / "whole")))
+        evaluate.main(evaluate.Config(**settings, use_plan=False, run_dir=str(tmp_path / "whole")))
         whole = capsys.readouterr().out
         flags = [x for name, value in settings.items() for x in (f"--{name}", str(value))]
         process = subprocess.Popen([sys.executable, "evaluate.py", *flags, "--use_plan", "false",
-                                    "--run", str(tmp_path / "parts")], cwd=ROOT)
+                                    "--run_dir", str(tmp_path / "parts")], cwd=ROOT)
         deadline = time.monotonic() + 120
         while not file.exists() or file.read_text().count("\n") < 4:
             assert process.poll() is None and time.monotonic() < deadline
@@ -221,7 +221,7 @@ def test_an_evaluation_killed_half_way_and_restarted_ends_with_the_same_table(tm
         spoilt = [finished[0] | {"reward": None, "status": "infra", "fault": "crash"},
                   finished[1] | {"reward": None, "status": "infra", "fault": "verdict"}]
         file.write_text("".join(json.dumps(x) + "\n" for x in [*spoilt, *finished[2:]]) + '{"batch": 0, "ta')
-        evaluate.main(evaluate.Config(**settings, use_plan=False, run=str(tmp_path / "parts")))
+        evaluate.main(evaluate.Config(**settings, use_plan=False, run_dir=str(tmp_path / "parts")))
     assert capsys.readouterr().out == whole and "n 8, infra 0, unknown 0" in whole
     a, b = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts"))
     assert {k: v for k, v in a.items() if k != "config"} == {k: v for k, v in b.items() if k != "config"}

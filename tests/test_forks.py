@@ -51,7 +51,7 @@ def forked(request, tmp_path):
 def first_batch(copy, model, tmp_path):
     """One rollout batch of the fork on the tiny model; its log line."""
     run(copy, "grpo_hier.py", "--prompts", "demo/prompts.json", "--dtype=float32", "--checkpointing=false",
-        "--run", tmp_path / "run", "--actor", model, "--decomposer", model, "--env", "miniwob", "--tasks",
+        "--run_dir", tmp_path / "run", "--actor", model, "--decomposer", model, "--env", "miniwob", "--tasks",
         "click-tab", "--split", "train", "--instances=1", "--K", 2, "--M", 2, "--threads", 2, "--max_steps=2",
         "--lora_r", 4, "--max_tokens_A", 8, "--max_tokens_D", 8, "--beta", 0.01)
     (line,) = map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines())

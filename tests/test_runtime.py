@@ -7,8 +7,11 @@ import os
 import sys
 
 import pytest
+from torch.distributed.run import get_args_parser
 
+import grpo_hier
 import runtime
+import sft
 from runtime import (UserError, append_jsonl, atomic_directory, drop_old_checkpoints, latest_checkpoint,
                      launch, only_process, open_run, parse_args, read_jsonl, remedy, rewrite_jsonl,
                      write_atomic)
@@ -30,12 +33,20 @@ def test_a_command_line_becomes_a_config():
 
 @pytest.mark.parametrize("argv, said", [
     ([], "required: --path"), (["--path", "x", "--m", "1"], "unrecognized arguments: --m"),
+    (["--path", "x", "--rat", "1"], "unrecognized arguments: --rat"),
     (["--path", "x", "--n", "many"], "invalid int"),
     (["--path", "x", "--wide", "yes"], "neither true nor false")])
 def test_a_wrong_command_line_ends_with_2_and_says_what(argv, said, capsys):
     with pytest.raises(SystemExit) as e:
         parse_args(Config, argv, "p", "none")
     assert e.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("Config", [sft.Config, grpo_hier.Config])
+def test_torchrun_takes_no_flag_of_a_stage_for_an_abbreviation_of_its_own(Config):
+    flags = [f"--{f.name}" for f in dataclasses.fields(Config)]
+    args = get_args_parser().parse_args(["stage.py", *flags])
+    assert args.training_script == "stage.py" and args.training_script_args == flags
 
 
 def test_help_shows_every_comment_and_default(capsys):

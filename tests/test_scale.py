@@ -28,9 +28,10 @@ def lines(path):
 
 def grpo(model, run, *more):
     return ["grpo_hier.py", "--prompts", "demo/prompts.json", "--dtype", "float32", "--checkpointing=false",
-            "--run", run, "--actor", model, "--decomposer", model, "--env", "miniwob", "--tasks", "click-tab",
-            "--split", "train", "--K", "2", "--M", "2", "--threads", "2", "--max_steps", "2", "--lora_r", "4",
-            "--max_tokens_A", "8", "--max_tokens_D", "8", "--norm", "drgrpo", "--beta", "0.01", *more]
+            "--run_dir", run, "--actor", model, "--decomposer", model, "--env", "miniwob",
+            "--tasks", "click-tab", "--split", "train", "--K", "2", "--M", "2", "--threads", "2",
+            "--max_steps", "2", "--lora_r", "4", "--max_tokens_A", "8", "--max_tokens_D", "8",
+            "--norm", "drgrpo", "--beta", "0.01", *more]
 
 
 def start(*command):

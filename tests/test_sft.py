@@ -75,7 +75,7 @@ def corpus(tmp_path_factory):
 
 
 def settings(corpus, tiny_model, run, **more):
-    given = {"role": "actor", "model": tiny_model, "meta": corpus / "meta.json", "run": run,
+    given = {"role": "actor", "model": tiny_model, "meta": corpus / "meta.json", "run_dir": run,
              "decompositions": corpus / "decompositions.jsonl", "prompts": ROOT / "demo/prompts.json",
              "dtype": "float32", "checkpointing": False, "workers": 0, "global_batch": 8, "lr": 1e-3} | more
     return [f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in given.items()]
@@ -92,7 +92,7 @@ def log(run, name="log.jsonl"):
 @pytest.fixture(scope="module")
 def source(corpus, tiny_model, tmp_path_factory):
     cfg = config(corpus, tiny_model, tmp_path_factory.mktemp("source"))
-    steps, _ = sft.datasets(cfg, Inputs(cfg.model), World(), Path(cfg.run))
+    steps, _ = sft.datasets(cfg, Inputs(cfg.model), World(), Path(cfg.run_dir))
     return steps.source
 
 
@@ -279,9 +279,9 @@ def test_what_cannot_be_read_or_is_too_long_is_left_out_whole_and_named(corpus, 
     longest = sorted(map(len, encoded(source, n=36)))[18]
     cfg = config(corpus, tiny_model, tmp_path / "run", max_steps=6, max_length=longest)
     sft.main(cfg)
-    lines = log(cfg.run)
-    reasons = {o["where"].rpartition(":")[2]: o["reason"] for o in log(cfg.run, "quarantine.jsonl")}
-    names = {r["where"].rpartition(":")[2] for r in log(cfg.run, "quarantine.jsonl")}
+    lines = log(cfg.run_dir)
+    reasons = {o["where"].rpartition(":")[2]: o["reason"] for o in log(cfg.run_dir, "quarantine.jsonl")}
+    names = {r["where"].rpartition(":")[2] for r in log(cfg.run_dir, "quarantine.jsonl")}
     assert len(names) == len(reasons) == sum(o["too_long"] + o["unreadable"] for o in lines)
     assert sum(o["unreadable"] for o in lines) == 2 and sum(o["too_long"] for o in lines) > 0
     assert "broken.png" in reasons["41"] and "ratio" in reasons["42"]
@@ -365,7 +365,7 @@ def whole(corpus, tiny_model, tmp_path_factory):
     cfg = config(corpus, tiny_model, tmp_path_factory.mktemp("whole") / "run", max_steps=20, held_out=2,
                  eval_every=10, save_every=7, row_tokens=400)
     sft.main(cfg)
-    return Path(cfg.run)
+    return Path(cfg.run_dir)
 
 
 def same_curve(run, whole):
@@ -381,7 +381,7 @@ def same_curve(run, whole):
 def test_one_curve_whatever_the_micro_batches(corpus, tiny_model, whole, tmp_path, form):
     cfg = config(corpus, tiny_model, tmp_path / "run", max_steps=20, held_out=2, **form)
     sft.main(cfg)
-    same_curve(cfg.run, whole)
+    same_curve(cfg.run_dir, whole)
 
 
 def test_two_ranks_and_a_resume_on_one_give_the_same_curve(corpus, tiny_model, whole, tmp_path):
@@ -428,7 +428,7 @@ def test_evaluation_is_written_by_kind(whole):
 
 def test_export_writes_what_the_run_wrote_and_plain_transformers_reads_it(whole, tiny_model, tmp_path):
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
-    sft.export(parse_args(sft.ExportConfig, ["--run", str(whole), "--out", str(tmp_path / "hf")]))
+    sft.export(parse_args(sft.ExportConfig, ["--run_dir", str(whole), "--out", str(tmp_path / "hf")]))
     for file in sorted(p.name for p in (whole / "hf").iterdir()):
         assert (tmp_path / "hf" / file).read_bytes() == (whole / "hf" / file).read_bytes(), file
     plain = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "hf")
@@ -443,10 +443,10 @@ def test_export_writes_what_the_run_wrote_and_plain_transformers_reads_it(whole,
 
 def test_export_of_nothing_says_what_is_missing(tmp_path):
     with pytest.raises(UserError, match="config.json"):
-        sft.export(sft.ExportConfig(run=str(tmp_path)))
+        sft.export(sft.ExportConfig(run_dir=str(tmp_path)))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="save_every"):
-        sft.export(sft.ExportConfig(run=str(tmp_path)))
+        sft.export(sft.ExportConfig(run_dir=str(tmp_path)))
 
 
 def test_an_unfinished_checkpoint_is_none(whole):

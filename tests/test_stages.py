@@ -96,7 +96,7 @@ def test_stage_1_killed_and_resumed(decompositions):
 
 def sft(data, role, name, *more):
     return ["sft.py", "--role", role, "--model", data / "model", "--meta", data / "trajectories/meta.json",
-            "--decompositions", data / "decompositions.jsonl", "--run", data / name, *TINY,
+            "--decompositions", data / "decompositions.jsonl", "--run_dir", data / name, *TINY,
             "--global_batch", 16, "--batch_size", 16, "--lr", "3e-3", "--save_every", 10, *more]
 
 
@@ -122,7 +122,7 @@ def test_the_tiny_actor_without_plans_trains_too(models):
 
 
 def grpo(data, name, *more):
-    return ["grpo_hier.py", *TINY, "--run", data / name,
+    return ["grpo_hier.py", *TINY, "--run_dir", data / name,
             "--actor", data / "actor/hf", "--decomposer", data / "decomposer/hf",
             "--env", "miniwob", "--tasks", "click-tab", "--split", "train", "--instances", 3,
             "--K", 2, "--M", 3, "--threads", 3, "--max_steps", 3,
@@ -164,7 +164,7 @@ def test_the_rows_of_table_2_and_the_printed_form_run(models, row):
 
 def test_stage_4_resumes_and_reports(models):
     command = ["evaluate.py", "--prompts", "demo/prompts.json", "--dtype", "float32",
-               "--run", models / "eval", "--actor", models / "actor/hf",
+               "--run_dir", models / "eval", "--actor", models / "actor/hf",
                "--decomposer", models / "decomposer/hf", "--adapters", models / "whole",
                "--env", "miniwob", "--tasks", "click-tab", "--split", "eval", "--instances", 4,
                "--runs", 1, "--threads", 2, "--max_steps", 2, "--max_tokens_A", 24, "--max_tokens_D", 12]
@@ -185,11 +185,11 @@ def test_stage_4_resumes_and_reports(models):
     (["sft.py", "--role", "actor", "--meta", "no_meta.json"], "no_meta.json"),
     (["sft.py", "--role", "painter"], "painter"),
     (["annotate.py", "--meta", "no_meta.json"], "no_meta.json"),
-    (["evaluate.py", "--actor", "no/such", "--use_plan", "false", "--run", "{tmp}/e"], "no/such"),
+    (["evaluate.py", "--actor", "no/such", "--use_plan", "false", "--run_dir", "{tmp}/e"], "no/such"),
     (["demo/demonstrate.py", "--pages", "click-tabb", "--out", "{tmp}/t"], "click-tabb"),
 ], ids=lambda v: "_".join(v) if isinstance(v, list) else v)
 def test_bad_input_is_one_line_and_exit_code_2(command, named, tmp_path):
-    more = ["--run", tmp_path / "r"] if command[0] in ("grpo_hier.py", "sft.py") else []
+    more = ["--run_dir", tmp_path / "r"] if command[0] in ("grpo_hier.py", "sft.py") else []
     out = run(*[c.format(tmp=tmp_path) for c in command], *more, code=2)
     last = out.strip().splitlines()[-1]
     assert named in last and "Traceback" not in out
