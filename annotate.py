@@ -412,6 +412,22 @@ def load_teacher_prompt(cfg: Config) -> Prompts:
         raise UserError(f"--prompt_file {cfg.prompt_file}: {e}") from None
 
 
+def dry_run(cfg: Config) -> None:
+    """What would be asked. What it costs depends on how the model counts pictures: twenty answers tell."""
+    load_teacher_prompt(cfg)
+    trajectories, out = TrajectoryFiles(need_meta(cfg), Quarantine()), Path(cfg.out)
+    done = [line["usage"] for file in (out, quarantine_file(cfg)) for line in complete_lines(file)
+            if "usage" in line]
+    looked_at = list(itertools.islice(trajectories, 20))
+    pictures = sum(len(t.steps) for t in looked_at) / max(1, len(looked_at))
+    n = min(len(trajectories), cfg.limit or len(trajectories))
+    print(f"{cfg.meta}: at most {n:,} trajectories, one question each to {cfg.model} at "
+          f"{cfg.base_url or 'api.openai.com'}, {cfg.concurrency} at a time; the first {len(looked_at)} have "
+          f"{pictures:.1f} screenshots on average, scaled to {cfg.max_side} pixels a side\n"
+          f"{cfg.out}: {len(done):,} done\n"
+          "dollars: ask --limit 20; then annotate.py stats, with the same flags, tells what the rest costs")
+
+
 def need_meta(cfg: Config) -> str:
     if not cfg.meta:
         raise UserError("no trajectories given: --meta META.json")
@@ -448,4 +464,4 @@ def stats(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    runtime.launch(main, stats)
+    runtime.launch(main, stats, dry_run=dry_run)

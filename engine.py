@@ -46,8 +46,6 @@ def load_engine(cfg, policies: dict[str, Policy], run: Path, world: World):
     """The engine that `--engine` names."""
     if cfg.engine == "local":
         return Local(policies, bool(cfg.pipeline))
-    if cfg.engine != "vllm":
-        raise UserError(f"--engine {cfg.engine}: there are local and vllm")
     directory = Path(cfg.adapters_dir or run / "adapters").absolute()
     servers = {}
     for role, policy in policies.items():

@@ -33,8 +33,8 @@ from policy import Policy
 from prompts import Prompts, load_prompts
 from results import counts, mean_and_se, scores_by_task
 from rollout import Pool, RolloutConfig, load_environment
-from runtime import (UserError, code_version, latest_checkpoint, launch, only_process, open_run,
-                     rewrite_jsonl, write_atomic)
+from runtime import (DTYPES, UserError, check, code_version, latest_checkpoint, launch, only_process,
+                     open_run, read_jsonl, rewrite_jsonl, write_atomic)
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,12 @@ class Config(RolloutConfig):
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # torch device
     max_missing: float = 0.2             # fail when more than this share of the episodes has no verdict
     seed: int = 0                        # of every random draw
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self, "runs", "lora_r", dtype=DTYPES, api=("chat", "responses"))
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise UserError(f"--device {self.device}: torch sees no GPU here; give --device cpu")
 
 
 FREE = ("threads", "max_batch", "device", "actor_url", "decomposer_url", "planner_url", "grounder_url",
@@ -177,25 +183,35 @@ def show(result: dict) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ main
+def dry_run(cfg: Config) -> None:
+    """What an evaluation would run, and what of it is done."""
+    cfg, env = with_newest_adapters(cfg), load_environment(cfg)
+    tasks, file = env.tasks(cfg.split), Path(cfg.run_dir, "episodes.jsonl")
+    done = sum(line["reward"] is not None for line in read_jsonl(file))
+    print(f"{describe_system(cfg)}\n{cfg.env} {cfg.split}: {len(tasks)} tasks x {cfg.runs} runs = "
+          f"{len(tasks) * cfg.runs} episodes of at most {cfg.max_steps} actions, in {cfg.threads} browsers\n"
+          f"{cfg.run_dir}: {done} episodes are there already; sites, judge: env_webarena.py check")
+    env.close()
+
+
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.cpu_threads)
     cfg = with_newest_adapters(cfg)
-    run = open_run(cfg.run_dir, cfg, free=FREE)
+    texts = load_prompts(cfg.prompts, cfg.think, cfg.literal)
+    env, models = load_environment(cfg), load_models(cfg, texts)
+    tasks = env.tasks(cfg.split)
+    if "planner" in roles_of(cfg):
+        texts = PlannerPrompts(texts.texts)
+    run = open_run(cfg.run_dir, cfg, free=FREE)           # from here on something is written
     episodes = run / "episodes.jsonl"
     with only_process(episodes):
-        texts = load_prompts(cfg.prompts, cfg.think, cfg.literal)
-        models = load_models(cfg, texts)
-        if "planner" in roles_of(cfg):
-            texts = PlannerPrompts(texts.texts)
-        env = load_environment(cfg)
-
         # what an earlier call finished stays; what broke is run again
         done = rewrite_jsonl(episodes, lambda line: line["reward"] is not None)
         seen = {(line["task"], line["run"]) for line in done}
         log, commit = EpisodeLog(run), code_version()
         with Pool(env, texts, cfg) as pool:
             for r in range(cfg.runs):
-                todo = [task for task in env.tasks(cfg.split) if (task.id, r) not in seen]
+                todo = [task for task in tasks if (task.id, r) not in seen]
                 for wave in waves(todo):
                     for group in pool.run(wave, 1, 1, cfg.seed, models, "decomposer" in models, runs=(r,),
                                           bar=f"{run.name} run {r + 1}/{cfg.runs}"):
@@ -211,4 +227,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, dry_run=dry_run)

@@ -36,11 +36,11 @@ from bookkeeping import (PHASES, Stopwatch, load_checkpoint, phase_table, rollou
                          statistics, total)
 from engine import load_engine
 from episode_log import EpisodeLog, fault_counts
-from policy import Policy, Sample
+from policy import Policy, Sample, load_config, parameter_count
 from prompts import load_prompts
 from rollout import Group, Pool, RolloutConfig, load_environment
-from runtime import (UserError, all_reduce_flat_, append_jsonl, gather_objects, launch, open_run,
-                     process_group, rewrite_jsonl)
+from runtime import (DTYPES, UserError, all_reduce_flat_, append_jsonl, check, gather_objects,
+                     latest_checkpoint, launch, open_run, process_group, rewrite_jsonl)
 
 # B tasks of a rollout batch, K plans per task, M episodes per plan, N samples, T tokens of a padded response.
 # D and A are the roles, never dimensions. A sample is one response: a plan d_i, or one action a_ijk.
@@ -82,6 +82,11 @@ class Config(RolloutConfig):
     max_infra: float = 0.3               # stop when more than this share of a batch fails on infrastructure
     keep: int = 2                        # checkpoints kept
     seed: int = 0                        # of every random draw
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self, "K", "M", "passes", "epochs", "tasks_per_rank", "micro_batch", "lora_r", "keep",
+              norm=("drgrpo", "printed"), dtype=DTYPES, engine=("local", "vllm"), pipeline=(0, 1))
 
 
 # -------------------------------------------------------------------------------------------------- equations
@@ -343,21 +348,49 @@ def log_line(s: dict, updates: dict) -> dict:
 # ------------------------------------------------------------------------------------------------------- main
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.cpu_threads)
-    if cfg.pipeline not in (0, 1):
-        raise UserError(f"--pipeline {cfg.pipeline}: 0 or 1, batches that are drawn ahead of the update")
+    roles_of(cfg)                                         # what is missing is said before anything is written
+    env = load_environment(cfg)
+    tasks = env.tasks(cfg.split)
     with process_group() as world:
         run = open_run(cfg.run_dir, cfg, world, free=(
             "threads", "micro_batch", "micro_tokens", "keep", "max_batch", "actor_url", "decomposer_url",
             "adapters_dir", "browser_ws"))
-        train(cfg, world, run)
+        train(cfg, world, run, env, tasks)
+    env.close()
+
+
+def dry_run(cfg: Config) -> None:
+    """What a run would do, and the most it can take."""
+    (roles, trained), env = roles_of(cfg), load_environment(cfg)
+    with process_group() as world:
+        rollouts = schedule(env.tasks(cfg.split), cfg, world.size)
+        n, K = sum(map(len, rollouts)), cfg.K if cfg.use_plan else 1
+        if world.main:
+            print(f"{n} tasks of {cfg.env} {cfg.split} in {len(rollouts)} rollout batches; after each, "
+                  f"{cfg.passes} steps of {' and '.join(trained)}\n"
+                  f"{n} tasks x {K} plans x {cfg.M} episodes = {n * K * cfg.M:,} episodes of at most "
+                  f"{cfg.max_steps} actions of at most {cfg.max_tokens_A} tokens")
+            for path in (getattr(cfg, role) for role in roles):
+                print(f"{path}: {parameter_count(path) / 1e6:,.1f} M parameters, frozen, in {cfg.dtype}")
+            print(f"{cfg.run_dir}: {latest_checkpoint(Path(cfg.run_dir) / 'checkpoints') or 'new'}; hours: "
+                  f"bench/simulate.py, and `seconds` in log.jsonl after the first rollout batch")
+    env.close()
+
+
+def roles_of(cfg: Config) -> tuple[list[str], list[str]]:
+    """The roles there are, and those that are trained. Raises UserError for one without a checkpoint."""
+    roles = ["actor", "decomposer"] if cfg.use_plan else ["actor"]
+    for role in roles:
+        if not getattr(cfg, role):
+            raise UserError(f"--{role} is missing: give the directory of the {role}'s stage-2 checkpoint")
+        load_config(getattr(cfg, role))
+    return roles, [r for r in roles if r == "actor" or cfg.train_decomposer]
 
 
 def build(cfg: Config, world, roles, trained) -> tuple[dict, dict]:
     """The roles' policies, and an optimizer for each role that is trained (PAPER-GAP 16)."""
     policies = {}
     for i, role in enumerate(roles):
-        if not getattr(cfg, role):
-            raise UserError(f"--{role} is missing: give the directory of the {role}'s stage-2 checkpoint")
         policies[role] = Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=world.device,
                                 dtype=cfg.dtype, seed=cfg.seed + i, checkpointing=cfg.checkpointing)
     optimizers = {r: torch.optim.AdamW(policies[r].parameters().values(), lr=cfg.lr, betas=(0.9, 0.999),
@@ -403,9 +436,8 @@ def times(phases: dict, told: dict, watch: Stopwatch, world) -> dict:
             "phases": {k: mean[k] for k in PHASES}}
 
 
-def train(cfg: Config, world, run: Path) -> None:
-    roles = ("actor", "decomposer") if cfg.use_plan else ("actor",)
-    trained = [r for r in roles if r == "actor" or cfg.train_decomposer]
+def train(cfg: Config, world, run: Path, env, tasks: list) -> None:
+    roles, trained = roles_of(cfg)
     # 1 · two policies on two frozen bases, each with its own adapter and optimizer; who generates with them
     policies, optimizers = build(cfg, world, roles, trained)
     engine = load_engine(cfg, policies, run, world)
@@ -415,8 +447,7 @@ def train(cfg: Config, world, run: Path) -> None:
     if world.main:
         for name in ("log.jsonl", "episodes.jsonl"):
             rewrite_jsonl(run / name, lambda line: line["batch"] < done)
-    env = load_environment(cfg)
-    plan_of_batches = schedule(env.tasks(cfg.split), cfg, world.size)
+    plan_of_batches = schedule(tasks, cfg, world.size)
     gather_objects(done, world)                           # all ranks see the same files before anybody writes
     episode_log = EpisodeLog(run)
 
@@ -460,10 +491,9 @@ def train(cfg: Config, world, run: Path) -> None:
                 print(" ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}"
                                for k, v in line.items()), flush=True)
     engine.close()
-    env.close()
     if world.main:
         print(phase_table(run / "log.jsonl"))
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, dry_run=dry_run)

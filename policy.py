@@ -118,15 +118,29 @@ def need_checkpoint(path) -> None:
                         f"checkpoint (stage 2 writes one; the demo's comes from demo/tiny_model.py)")
 
 
+def load_config(path):
+    """The configuration of the checkpoint at `path`; UserError if it is not one of a Qwen2.5-VL."""
+    from transformers import AutoConfig
+    need_checkpoint(path)
+    config = AutoConfig.from_pretrained(path)
+    if config.model_type != "qwen2_5_vl":
+        raise UserError(f"checkpoint {path} is a {config.model_type} model; both roles need a qwen2_5_vl one")
+    return config
+
+
+def parameter_count(path) -> int:
+    """Parameters of the checkpoint at `path`, without reading its weights; UserError as in load_config."""
+    from transformers import Qwen2_5_VLForConditionalGeneration
+    with torch.device("meta"):
+        return sum(p.numel() for p in Qwen2_5_VLForConditionalGeneration(load_config(path)).parameters())
+
+
 def load_model(path, device="cpu", dtype="float32"):
     """The checkpoint at `path` as a plain Qwen2_5_VLForConditionalGeneration; UserError if it is not one."""
-    from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers import Qwen2_5_VLForConditionalGeneration
     from transformers.utils import logging
     logging.disable_progress_bar()
-    need_checkpoint(path)
-    kind = AutoConfig.from_pretrained(path).model_type
-    if kind != "qwen2_5_vl":
-        raise UserError(f"checkpoint {path} is a {kind} model; both roles need a qwen2_5_vl one")
+    load_config(path)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
     return group_windows(model)
 
@@ -138,8 +152,12 @@ class Inputs:
         from transformers import AutoTokenizer
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
         need_checkpoint(path)
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self.images = Qwen2VLImageProcessorPil.from_pretrained(path)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(path)
+            self.images = Qwen2VLImageProcessorPil.from_pretrained(path)
+        except (OSError, ValueError) as e:
+            raise UserError(f"checkpoint {path}: {str(e).splitlines()[0]}; copy tokenizer and "
+                            f"preprocessor_config.json of the base checkpoint there") from None
         self.cell = self.images.patch_size * self.images.merge_size  # pixels a side of one image token
         ids = {name: self.tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in
                ("image_pad", "video_pad", "vision_start", "vision_end", "vision_pad", "im_end", "endoftext")}

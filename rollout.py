@@ -30,7 +30,7 @@ import dialects
 from browser import Session
 from chromium import SITE, Watchdog, web_errors
 from prompts import format_plan, parse_plan
-from runtime import UserError
+from runtime import UserError, check
 
 
 # -------------------------------------------------------------------------------------------- what things are
@@ -192,6 +192,10 @@ class RolloutConfig:
     cpu_threads: int = 1                          # torch's, where models run on the CPU beside browsers
     coordinates: str = "image"                    # the actor's: pixels of image or page, 0-1 or 0-1000
     dialect: str = "scalecua"                     # the actor's form of an action; or uitars, guilibra
+
+    def __post_init__(self):
+        check(self, "threads", "instances", "max_steps", "max_tokens_D", "max_tokens_A", "max_batch",
+              "cpu_threads", "recycle")
 
 
 def load_environment(cfg: RolloutConfig) -> Environment:

@@ -31,16 +31,24 @@ class UserError(Exception):
 
 
 # ----------------------------------------------------------------------------------------------- command line
-def launch(main, *commands) -> NoReturn:
-    """Run a stage: `main`, or one of `commands` when the first word names it. Never returns."""
+DRY_RUN = "--dry_run: say what would be done and what it takes; no file is written, no model asked"
+
+
+def launch(main, *commands, dry_run=None) -> NoReturn:
+    """Run a stage: `main`, or one of `commands` when the first word names it, or, with the flag `--dry_run`,
+    the function that only says what `main` would do. Never returns."""
     by_name = {f.__name__: f for f in commands}
     argv = sys.argv[1:]
     function = by_name[argv.pop(0)] if argv and argv[0] in by_name else main
     program = Path(sys.argv[0]).name + ("" if function is main else f" {function.__name__}")
     stage = Path(inspect.getfile(function)).stem
+    notes = [f"subcommands: {', '.join(sorted(by_name))}"] * bool(by_name) + [DRY_RUN] * bool(dry_run)
+    if function is main and dry_run and "--dry_run" in argv:
+        argv.remove("--dry_run")
+        function = dry_run
     try:
         function(parse_args(config_class(function), argv, program, stage,
-                            sorted(by_name) if function is main else ()))
+                            notes if function is main else ()))
     except Exception as e:
         if not (said := remedy(e)):
             raise                                 # a bug: the traceback is what helps
@@ -72,7 +80,7 @@ def config_class(function):
     return next(iter(inspect.signature(function).parameters.values())).annotation
 
 
-def parse_args(Config, argv=None, program=None, stage=None, commands=()):
+def parse_args(Config, argv=None, program=None, stage=None, notes=()):
     """Command line -> Config. Types come from the defaults, help from the trailing comments.
 
     Unknown flags are errors. Precedence: field default < presets in the order given < flags. A string value
@@ -82,7 +90,7 @@ def parse_args(Config, argv=None, program=None, stage=None, commands=()):
     parser = argparse.ArgumentParser(
         program, description=(sys.modules[Config.__module__].__doc__ or "").strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        epilog=f"subcommands: {', '.join(commands)}" if commands else None)
+        epilog="\n".join(notes))
     parser.add_argument("--preset", action="append", default=[], metavar="NAME|FILE",
                         help="values from demo/NAME.toml or a TOML file; may be repeated, later ones win")
     comments = field_comments(Config)
@@ -199,6 +207,19 @@ def gather_objects(obj, world: World) -> list:
 
 
 # ---------------------------------------------------------------------------------------------- run directory
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+def check(cfg, *counts: str, **choices: tuple) -> None:
+    """Raises UserError for a field of `counts` that is below 1, and one of `choices` with another value."""
+    for name in counts:
+        if getattr(cfg, name) < 1:
+            raise UserError(f"--{name} {getattr(cfg, name)}: give 1 or more")
+    for name, allowed in choices.items():
+        if getattr(cfg, name) not in allowed:
+            raise UserError(f"--{name} {getattr(cfg, name)}: choose one of {', '.join(map(str, allowed))}")
+
+
 def open_run(directory: str, cfg, world: World = World(), free: tuple = ()) -> Path:
     """Create or re-enter a run directory. Its config.json must agree with `cfg` except in the `free` fields.
 
@@ -206,7 +227,10 @@ def open_run(directory: str, cfg, world: World = World(), free: tuple = ()) -> P
     settings is not.
     """
     path = Path(directory)
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"--run_dir {path}: {e.strerror}; give a directory that can be made") from None
     mine = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in free}
     file = path / "config.json"
     if file.exists():

@@ -23,6 +23,7 @@ import json
 import math
 import resource
 import shutil
+import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -42,10 +43,10 @@ import data
 import flops
 import trajectories
 from attention import pieces_to, separate_records
-from policy import Inputs, forward_hidden, load_model, token_logp
+from policy import Inputs, forward_hidden, load_config, load_model, parameter_count, token_logp
 from prompts import Subtask, format_plan, load_prompts
-from runtime import (UserError, append_jsonl, atomic_directory, drop_old_checkpoints, gather_objects, launch,
-                     latest_checkpoint, open_run, process_group, rewrite_jsonl)
+from runtime import (DTYPES, UserError, World, append_jsonl, atomic_directory, check, drop_old_checkpoints,
+                     gather_objects, latest_checkpoint, launch, open_run, process_group, rewrite_jsonl)
 
 # N rows of a micro-batch, S positions of a row, n target tokens of all examples
 
@@ -79,6 +80,10 @@ class Config:
     workers: int = 4                     # processes per rank that read and encode ahead; 0: none
     save_every: int = 500                # optimizer steps between checkpoints
     keep: int = 2                        # checkpoints kept
+
+    def __post_init__(self):
+        check(self, "epochs", "global_batch", "max_length", "row_tokens", "batch_size", "eval_every",
+              "save_every", "keep", role=("decomposer", "actor"), dtype=DTYPES)
 
 
 # what a run may change when it goes on: these touch memory, speed and what is looked at, never the weights
@@ -317,15 +322,32 @@ def autocast(cfg: Config, world):
 
 
 def main(cfg: Config) -> None:
-    if cfg.role not in ("decomposer", "actor"):
-        raise UserError(f"--role {cfg.role}: choose decomposer or actor")
-    trajectories.read_meta(cfg.meta)                   # says what is missing before anything is written
+    load_config(cfg.model)                             # what is missing is said before anything is written
+    trajectories.read_meta(cfg.meta)
     with process_group() as world:
         run = open_run(cfg.run_dir, cfg, world, free=FREE)
         if not (run / "hf" / "config.json").exists():
             train(cfg, world, run)
         if world.main:
             print(f"{run / 'hf'} is the {cfg.role} after SFT")
+
+
+def dry_run(cfg: Config) -> None:
+    """What a run would do, and the memory of its state; the data is read once, into a directory that goes."""
+    size = parameter_count(cfg.model)
+    trajectories.read_meta(cfg.meta)
+    with process_group() as world, tempfile.TemporaryDirectory() as scratch:
+        if world.main:
+            rows, held = (s.rows for s in datasets(cfg, Inputs(cfg.model), World(), Path(scratch)))
+            per_epoch = math.ceil(len(rows) / cfg.global_batch)
+            print(f"{cfg.role}: {len(rows):,} examples, {len(held)} more held out; "
+                  f"{cfg.max_steps or cfg.epochs * per_epoch:,} optimizer steps of {cfg.global_batch}\n"
+                  f"{cfg.model}: {size / 1e6:,.1f} M parameters; weights, gradients and AdamW's state take "
+                  f"{16 * size / world.size / 1e9:,.2f} GB on each of {world.size} rank(s), activations "
+                  f"more (bench/gpu_7b.py sft --dry_run: for 7B)\n"
+                  f"{cfg.run_dir}: {latest_checkpoint(Path(cfg.run_dir) / 'checkpoints') or 'new'}; "
+                  f"{cfg.keep} checkpoints of {12 * size / 1e9:,.2f} GB on disk\n"
+                  f"hours: samples_per_s in log.jsonl after the first steps")
 
 
 def train(cfg: Config, world, run: Path) -> None:
@@ -444,4 +466,4 @@ def export(cfg: ExportConfig) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, export)
+    launch(main, export, dry_run=dry_run)

@@ -83,14 +83,13 @@ def log_of(tiny_model, directory, monkeypatch, **settings):
     """Three rollout batches of two tasks through the shipped loop; the logged objects."""
     tasks = [Task(f"task{i}", "site", seed=i) for i in range(6)]
     env = SimpleNamespace(tasks=lambda split: tasks, close=lambda: None)
-    monkeypatch.setattr(grpo_hier, "load_environment", lambda cfg: env)
     monkeypatch.setattr(grpo_hier, "Pool", ScriptedPool)
     small = {"actor": str(tiny_model), "decomposer": str(tiny_model), "K": 2, "M": 3, "max_steps": 2,
              "max_tokens_A": 10, "max_tokens_D": 8, "tasks_per_rank": 2, "lr": 1e-3, "lora_r": 4,
              "lora_alpha": 8, "dtype": "float32", "checkpointing": False}
     cfg = dataclasses.replace(grpo_hier.Config(), **small | settings)
     directory.mkdir()
-    grpo_hier.train(cfg, World(), directory)
+    grpo_hier.train(cfg, World(), directory, env, tasks)
     return [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
 
 
