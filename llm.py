@@ -154,7 +154,7 @@ class Client:
             raise UserError(f"--api {api}: the two are responses and chat")
         key = os.environ.get(key_variable) or ("no-key-needed" if base_url else "")
         if not key:
-            raise UserError(f"no API key: set {key_variable}, or --base_url to a server that needs none")
+            raise UserError(f"no API key: set {key_variable}, or give the address of a server without")
         import openai
         self.openai = openai.OpenAI(api_key=key, base_url=base_url or None, max_retries=0, timeout=timeout)
         self.model, self.base_url, self.api, self.options = model, base_url, api, options

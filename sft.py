@@ -322,8 +322,10 @@ def autocast(cfg: Config, world):
 
 
 def main(cfg: Config) -> None:
-    load_config(cfg.model)                             # what is missing is said before anything is written
-    trajectories.read_meta(cfg.meta)
+    # what is missing is said before anything is written
+    load_config(cfg.model), Inputs(cfg.model), load_prompts(cfg.prompts), trajectories.read_meta(cfg.meta)
+    if cfg.use_plan or cfg.role == "decomposer":
+        trajectories.need_decompositions(cfg.decompositions)
     with process_group() as world:
         run = open_run(cfg.run_dir, cfg, world, free=FREE)
         if not (run / "hf" / "config.json").exists():

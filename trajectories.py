@@ -431,9 +431,13 @@ def _assemble(records: list[Record], quarantine: Quarantine) -> list[Trajectory]
     return out
 
 
+def need_decompositions(path) -> None:
+    if not Path(path).is_file():
+        raise runtime.UserError(f"no decompositions at {path}; write them with annotate.py")
+
+
 def load_decompositions(path) -> dict[str, list[tuple[str, str]]]:
     """decompositions.jsonl -> {trajectory id: [(title, goal), ...]}. Raises UserError where there is no such
     file."""
-    if not Path(path).is_file():
-        raise runtime.UserError(f"no decompositions at {path}; write them with annotate.py")
+    need_decompositions(path)
     return {o["id"]: [(s["title"], s["goal"]) for s in o["subtasks"]] for o in runtime.read_jsonl(path)}
