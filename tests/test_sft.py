@@ -479,8 +479,8 @@ def test_a_sharded_tower_keeps_its_angles_in_float32(corpus, tiny_model, source,
 
 # ------------------------------------------------------------------------------------------------- vLLM
 @pytest.mark.opt_in
-@pytest.mark.skipif(not os.environ.get("JHIMA_VLLM"), reason="set JHIMA_VLLM to the base URL of a vLLM that "
-                    "serves an exported directory (RUN/hf) whose path is JHIMA_VLLM_HF")
+@pytest.mark.skipif("VLLM_URL" not in os.environ, reason="set VLLM_URL (.../v1) and VLLM_MODEL to a vLLM that "
+                    "serves an exported directory (RUN/hf) under its path")
 def test_a_real_vllm_writes_what_the_exported_directory_writes():
     import base64
 
@@ -488,12 +488,13 @@ def test_a_real_vllm_writes_what_the_exported_directory_writes():
 
     from policy import Policy
     asked = request(5, "Click the link", temperature=0, image=png(5, (112, 84)))
-    client = OpenAI(base_url=os.environ["JHIMA_VLLM"], api_key="none")
+    model = os.environ["VLLM_MODEL"]
+    client = OpenAI(base_url=os.environ["VLLM_URL"], api_key="none")
     url = "data:image/png;base64," + base64.b64encode(asked.png).decode()
     answer = client.chat.completions.create(
-        model=client.models.list().data[0].id, temperature=0, max_tokens=asked.max_new_tokens,
+        model=model, temperature=0, max_tokens=asked.max_new_tokens,
         messages=[{"role": "system", "content": asked.system},
                   {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}},
                                                {"type": "text", "text": asked.user}]}])
-    mine = Policy(os.environ["JHIMA_VLLM_HF"], "actor").sample([asked])[0]
+    mine = Policy(model, "actor").sample([asked])[0]
     assert answer.choices[0].message.content.strip() == mine.text.strip()
