@@ -93,7 +93,7 @@ def ours(cfg: Config) -> list[float]:
     """The loop of sft.train without its files; returns the time at the end of every optimizer step."""
     stage, world = settings(cfg), runtime.World()
     inputs = Inputs(stage.model)
-    steps, _ = sft.datasets(stage, inputs, world, Path(stage.run))
+    steps, _ = sft.datasets(stage, inputs, world, Path(stage.run_dir))
     blank = data.collate([steps.source.blank()], inputs, True)
     module = sft.build(stage, world)
     optimizer = torch.optim.AdamW(module.parameters(), lr=stage.lr, weight_decay=0.0)
@@ -141,7 +141,7 @@ def trainer(cfg: Config, trl: bool = False) -> list[float]:
     stage = settings(cfg)
     inputs = Inputs(stage.model)
     IMAGE_ID[0] = inputs.image_id
-    steps, _ = sft.datasets(stage, inputs, runtime.World(), Path(stage.run))
+    steps, _ = sft.datasets(stage, inputs, runtime.World(), Path(stage.run_dir))
     ends = []
 
     class Clock(TrainerCallback):
@@ -195,8 +195,8 @@ def main(cfg: Config) -> None:
     with tempfile.TemporaryDirectory() as work:
         prepare(Path(work), cfg)
         stage = settings(cfg.__class__(**{**vars(cfg), "work": work}))
-        Path(stage.run).mkdir()
-        data.write_index(Path(stage.run) / "index.npy", "actor", stage.meta, {}, Inputs(stage.model),
+        Path(stage.run_dir).mkdir()
+        data.write_index(Path(stage.run_dir) / "index.npy", "actor", stage.meta, {}, Inputs(stage.model),
                          trajectories.Quarantine())
         names = ["ours", "trainer", "trl"]
         for _ in range(cfg.repeats):
