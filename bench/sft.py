@@ -2,8 +2,10 @@
 
     python bench/sft.py                  # a few minutes on 2 cores
 
-All get the same checkpoint, the same records (screenshots of 640x360, texts of very different lengths), the
-same encoding, optimizer, schedule and examples per optimizer step, in float32. `ours` is what sft.train runs:
+All get the same checkpoint, the same records (screenshots of 640x360, or with --mixed of three sizes whose
+areas are to each other as those of ScaleCUA's desktops, web pages and phones; texts of very different
+lengths), the same encoding, optimizer, schedule and examples per optimizer step, in float32. `ours` is what
+sft.train runs:
 packed rows, windows grouped, logits of target positions only. `trainer` is the usual set-up: the model of
 transformers with "sdpa", micro-batches padded on the right with a mask, labels of -100, the loss of the
 model's own forward. `trl` is SFTTrainer with the same collator, in the environment that bench/loss.py makes
@@ -49,6 +51,7 @@ class Config:
     batch_size: int = 8                  # examples per micro-batch of the Trainers
     row_tokens: int = 4096               # positions of our packed rows
     workers: int = 1                     # processes that encode ahead, for all contenders
+    mixed: bool = True                   # screenshots of three sizes; false: all are 640x360
     repeats: int = 2                     # runs of each contender
     contender: str = ""                  # run only this one: ours, trainer or trl (for the bench itself)
     work: str = ""                       # directory with model and records (for the bench itself)
@@ -64,7 +67,8 @@ def prepare(work: Path, cfg: Config) -> None:
     for i in range(cfg.records):
         noise = np.random.default_rng(i).integers(0, 256, (18, 32, 3), dtype=np.uint8)
         png = io.BytesIO()
-        Image.fromarray(noise).resize((640, 360)).save(png, "PNG")
+        width, height = dice.choice([(640, 360), (427, 240), (240, 427)]) if cfg.mixed else (640, 360)
+        Image.fromarray(noise).resize((width, height)).save(png, "PNG")
         (work / f"images/{i}.png").write_bytes(png.getvalue())
         say = lambda most: " ".join(dice.choices(words, k=dice.randint(3, most)))
         past = "\n".join(f'Step {k + 1}: "{say(12)}"' for k in range(dice.choice([1, 2, 4, 30])))
@@ -72,7 +76,7 @@ def prepare(work: Path, cfg: Config) -> None:
                   f"click(x=0.{dice.randint(10, 99)}, y=0.5)\n</action>")
         human = "<image>\nPlease generate the next move according to the UI screenshot, task and previous " \
                 f"operations.\n\nTask: {i} {say(60)}\n\nPrevious operations:\n{past}"
-        lines.append({"image": f"{i}.png", "width": 640, "height": 360, "conversations": [
+        lines.append({"image": f"{i}.png", "width": width, "height": height, "conversations": [
             {"from": "human", "value": human}, {"from": "gpt", "value": answer}]})
     (work / "a.jsonl").write_text("".join(json.dumps(o) + "\n" for o in lines))
     (work / "meta.json").write_text(json.dumps({"web": {"root": "images", "annotation": "a.jsonl"}}))

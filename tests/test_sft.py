@@ -479,8 +479,8 @@ def test_a_sharded_tower_keeps_its_angles_in_float32(corpus, tiny_model, source,
 
 # ------------------------------------------------------------------------------------------------- vLLM
 @pytest.mark.opt_in
-@pytest.mark.skipif("VLLM_URL" not in os.environ, reason="set VLLM_URL (.../v1) and VLLM_MODEL to a vLLM that "
-                    "serves an exported directory (RUN/hf) under its path")
+@pytest.mark.skipif("VLLM_URL" not in os.environ, reason="set VLLM_URL (.../v1) and VLLM_MODEL to a vLLM "
+                    "that serves an exported directory (RUN/hf) under its path")
 def test_a_real_vllm_writes_what_the_exported_directory_writes():
     import base64
 
