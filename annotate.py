@@ -35,7 +35,7 @@ import llm
 import runtime
 from prompts import Prompts, load_prompts, parse_teacher
 from runtime import UserError
-from trajectories import Quarantine, Trajectory, TrajectoryFiles, load_image, read_image
+from trajectories import Quarantine, Trajectory, TrajectoryFiles, load_image, read_image, read_meta
 
 TABLE_3 = {"Windows": (5873, 2.68, 1.2), "macOS": (3845, 2.43, 1.1), "Linux": (25122, 2.20, 1.8),
            "Android": (17245, 2.84, 1.6), "Web": (24311, 2.73, 1.5), "Total": (76396, 2.56, 1.6)}  # paper
@@ -363,15 +363,13 @@ def handle(results: Iterable, ledger: Ledger, stop: Stop, patience: int, bar: tq
 
 
 def main(cfg: Config) -> None:
-    prompts = load_teacher_prompt(cfg)
+    read_meta(need_meta(cfg))                  # what is missing is said before anything is written
+    prompts, client = load_teacher_prompt(cfg), new_client(cfg)
     Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
     with runtime.only_process(Path(cfg.out)):
         # 1. What is there already, and what is to be done.
         ledger = Ledger(cfg, prompts.digest("teacher"))
         trajectories = TrajectoryFiles(need_meta(cfg), ledger.quarantine)
-        client = llm.Client(cfg.model, cfg.base_url, cfg.api, cfg.concurrency, cfg.timeout, cfg.retries,
-                            cfg.first_pause, max_output_tokens=cfg.max_output_tokens, reasoning=cfg.reasoning,
-                            detail=cfg.detail)
         stop = Stop(client)
 
         def todo(wanted=lambda name: name not in ledger.done):
@@ -410,6 +408,12 @@ def load_teacher_prompt(cfg: Config) -> Prompts:
         return load_prompts(cfg.prompts, teacher=Path(cfg.prompt_file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise UserError(f"--prompt_file {cfg.prompt_file}: {e}") from None
+
+
+def new_client(cfg: Config) -> llm.Client:
+    return llm.Client(cfg.model, cfg.base_url, cfg.api, cfg.concurrency, cfg.timeout, cfg.retries,
+                      cfg.first_pause, max_output_tokens=cfg.max_output_tokens, reasoning=cfg.reasoning,
+                      detail=cfg.detail)
 
 
 def dry_run(cfg: Config) -> None:

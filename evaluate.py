@@ -29,7 +29,7 @@ import torch
 
 from agents import PlannerGrounder, PlannerPrompts, Remote
 from episode_log import EpisodeLog
-from policy import Policy
+from policy import Inputs, Policy, load_config
 from prompts import Prompts, load_prompts
 from results import counts, mean_and_se, scores_by_task
 from rollout import Pool, RolloutConfig, load_environment
@@ -75,8 +75,6 @@ class Config(RolloutConfig):
     def __post_init__(self):
         super().__post_init__()
         check(self, "runs", "lora_r", dtype=DTYPES, api=("chat", "responses"))
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError(f"--device {self.device}: torch sees no GPU here; give --device cpu")
 
 
 FREE = ("threads", "max_batch", "device", "actor_url", "decomposer_url", "planner_url", "grounder_url",
@@ -91,10 +89,29 @@ def roles_of(cfg: Config) -> tuple[str, ...]:
     return ("actor", "decomposer") if cfg.use_plan else ("actor",)
 
 
-def load_models(cfg: Config, texts: Prompts) -> dict:
-    """The models of the roles `actor` and `decomposer`, as Pool.run takes them."""
+def need(cfg: Config) -> None:
+    """Raises UserError for what the models and texts of `cfg` lack; loads no weights."""
+    load_prompts(cfg.prompts, cfg.think, cfg.literal)
     if cfg.dialect != "scalecua" and "planner" in roles_of(cfg):
         raise UserError(f"--dialect {cfg.dialect} is for an actor; a planner writes our calls")
+    for role in roles_of(cfg):
+        if getattr(cfg, f"{role}_model"):
+            load_model(cfg, role)                         # a client, which says what is wrong with its key
+            continue
+        if role in ("planner", "grounder"):
+            raise UserError(f"--{role}_model is missing: a planner and a grounder go together")
+        if not getattr(cfg, role):
+            raise UserError(f"--{role} is missing: give the directory of the {role}'s stage-2 checkpoint, or "
+                            f"--{role}_model and --{role}_url for a model on a server")
+        if min(cfg.temperature_A, cfg.temperature_D) < 0:
+            raise UserError("a temperature below 0 is for models on servers; give 0 or more")
+        if cfg.device.startswith("cuda") and not torch.cuda.is_available():
+            raise UserError(f"--device {cfg.device}: torch sees no GPU here; give --device cpu")
+        load_config(getattr(cfg, role)), Inputs(getattr(cfg, role))
+
+
+def load_models(cfg: Config, texts: Prompts) -> dict:
+    """The models of the roles `actor` and `decomposer`, as Pool.run takes them."""
     models = {role: load_model(cfg, role) for role in roles_of(cfg)}
     if "planner" in models:
         return {"actor": PlannerGrounder(models["planner"], models["grounder"], texts)}
@@ -106,13 +123,6 @@ def load_model(cfg: Config, role: str):
     if model := getattr(cfg, f"{role}_model"):
         return Remote(role, model, getattr(cfg, f"{role}_url"), cfg.api, cfg.threads,
                       getattr(cfg, f"{role}_earlier", 0), cfg.min_pixels, cfg.max_pixels, cfg.model_timeout)
-    if role in ("planner", "grounder"):
-        raise UserError(f"--{role}_model is missing: a planner and a grounder go together")
-    if not getattr(cfg, role):
-        raise UserError(f"--{role} is missing: give the directory of the {role}'s stage-2 checkpoint, or "
-                        f"--{role}_model and --{role}_url for a model on a server")
-    if min(cfg.temperature_A, cfg.temperature_D) < 0:
-        raise UserError("a temperature below 0 is for models on servers; give 0 or more")
     policy = Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=cfg.device, dtype=cfg.dtype)
     if cfg.adapters and Path(cfg.adapters, role).exists():
         policy.load(Path(cfg.adapters, role))
@@ -185,7 +195,9 @@ def show(result: dict) -> None:
 # ------------------------------------------------------------------------------------------------------ main
 def dry_run(cfg: Config) -> None:
     """What an evaluation would run, and what of it is done."""
-    cfg, env = with_newest_adapters(cfg), load_environment(cfg)
+    cfg = with_newest_adapters(cfg)
+    need(cfg)
+    env = load_environment(cfg)
     tasks, file = env.tasks(cfg.split), Path(cfg.run_dir, "episodes.jsonl")
     done = sum(line["reward"] is not None for line in read_jsonl(file))
     print(f"{describe_system(cfg)}\n{cfg.env} {cfg.split}: {len(tasks)} tasks x {cfg.runs} runs = "
@@ -197,14 +209,17 @@ def dry_run(cfg: Config) -> None:
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.cpu_threads)
     cfg = with_newest_adapters(cfg)
-    texts = load_prompts(cfg.prompts, cfg.think, cfg.literal)
-    env, models = load_environment(cfg), load_models(cfg, texts)
+    need(cfg)                                             # what is missing is said before anything is written
+    env = load_environment(cfg)
     tasks = env.tasks(cfg.split)
-    if "planner" in roles_of(cfg):
-        texts = PlannerPrompts(texts.texts)
-    run = open_run(cfg.run_dir, cfg, free=FREE)           # from here on something is written
+    run = open_run(cfg.run_dir, cfg, free=FREE)
     episodes = run / "episodes.jsonl"
     with only_process(episodes):
+        texts = load_prompts(cfg.prompts, cfg.think, cfg.literal)
+        models = load_models(cfg, texts)
+        if "planner" in roles_of(cfg):
+            texts = PlannerPrompts(texts.texts)
+
         # what an earlier call finished stays; what broke is run again
         done = rewrite_jsonl(episodes, lambda line: line["reward"] is not None)
         seen = {(line["task"], line["run"]) for line in done}

@@ -85,7 +85,7 @@ class Config(RolloutConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check(self, "K", "M", "passes", "epochs", "tasks_per_rank", "micro_batch", "lora_r", "keep",
+        check(self, "K", "M", "passes", "epochs", "tasks_per_rank", "micro_batch", "lora_r",
               norm=("drgrpo", "printed"), dtype=DTYPES, engine=("local", "vllm"), pipeline=(0, 1))
 
 
@@ -361,7 +361,7 @@ def main(cfg: Config) -> None:
 
 def dry_run(cfg: Config) -> None:
     """What a run would do, and the most it can take."""
-    (roles, trained), env = roles_of(cfg), load_environment(cfg)
+    (roles, trained), env, _ = roles_of(cfg), load_environment(cfg), load_prompts(cfg.prompts)
     with process_group() as world:
         rollouts = schedule(env.tasks(cfg.split), cfg, world.size)
         n, K = sum(map(len, rollouts)), cfg.K if cfg.use_plan else 1

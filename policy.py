@@ -156,7 +156,7 @@ class Inputs:
             self.tokenizer = AutoTokenizer.from_pretrained(path)
             self.images = Qwen2VLImageProcessorPil.from_pretrained(path)
         except (OSError, ValueError) as e:
-            raise UserError(f"checkpoint {path}: {str(e).splitlines()[0]}; copy tokenizer and "
+            raise UserError(f"checkpoint {path}: {str(e).strip()[:200]}; copy tokenizer and "
                             f"preprocessor_config.json of the base checkpoint there") from None
         self.cell = self.images.patch_size * self.images.merge_size  # pixels a side of one image token
         ids = {name: self.tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in

@@ -195,7 +195,7 @@ class RolloutConfig:
 
     def __post_init__(self):
         check(self, "threads", "instances", "max_steps", "max_tokens_D", "max_tokens_A", "max_batch",
-              "cpu_threads", "recycle")
+              "cpu_threads")
 
 
 def load_environment(cfg: RolloutConfig) -> Environment:

@@ -31,7 +31,7 @@ class UserError(Exception):
 
 
 # ----------------------------------------------------------------------------------------------- command line
-DRY_RUN = "--dry_run: say what would be done and what it takes; no file is written, no model asked"
+DRY_RUN = "--dry_run: say what would be done and what it takes; no file stays, no model is asked"
 
 
 def launch(main, *commands, dry_run=None) -> NoReturn:
@@ -44,7 +44,7 @@ def launch(main, *commands, dry_run=None) -> NoReturn:
     stage = Path(inspect.getfile(function)).stem
     notes = [f"subcommands: {', '.join(sorted(by_name))}"] * bool(by_name) + [DRY_RUN] * bool(dry_run)
     if function is main and dry_run and "--dry_run" in argv:
-        argv.remove("--dry_run")
+        argv[(at := argv.index("--dry_run")):] = argv[at + 1 + (argv[at + 1:at + 2] == ["true"]):]
         function = dry_run
     try:
         function(parse_args(config_class(function), argv, program, stage,
@@ -229,7 +229,7 @@ def open_run(directory: str, cfg, world: World = World(), free: tuple = ()) -> P
     path = Path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
+    except (FileExistsError, NotADirectoryError) as e:
         raise UserError(f"--run_dir {path}: {e.strerror}; give a directory that can be made") from None
     mine = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in free}
     file = path / "config.json"

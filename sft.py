@@ -83,7 +83,7 @@ class Config:
 
     def __post_init__(self):
         check(self, "epochs", "global_batch", "max_length", "row_tokens", "batch_size", "eval_every",
-              "save_every", "keep", role=("decomposer", "actor"), dtype=DTYPES)
+              "save_every", role=("decomposer", "actor"), dtype=DTYPES)
 
 
 # what a run may change when it goes on: these touch memory, speed and what is looked at, never the weights
@@ -448,7 +448,7 @@ def peak_memory(world) -> float:
 @dataclass(frozen=True)
 class ExportConfig:
     run_dir: str                         # run directory; its newest checkpoint becomes RUN/hf
-    out: str = "{run}/hf"                # directory to write
+    out: str = "{run_dir}/hf"                # directory to write
 
 
 def export(cfg: ExportConfig) -> None:

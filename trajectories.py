@@ -138,7 +138,8 @@ def read_meta(paths: str | Path | Iterable) -> list[Entry]:
         try:
             meta = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as e:
-            raise runtime.UserError(f"meta file {path}: {e}") from None
+            raise runtime.UserError(f"meta file {path}: {e}; give a JSON object of data sets, each with root "
+                                    f"and annotation") from None
 
         def there(p):
             return Path(p) if Path(p).exists() or Path(p).is_absolute() else path.parent / p

@@ -443,7 +443,7 @@ def test_export_writes_what_the_run_wrote_and_plain_transformers_reads_it(whole,
 
 def test_export_of_nothing_says_what_is_missing(tmp_path):
     with pytest.raises(UserError, match="config.json"):
-        sft.export(sft.ExportConfig(run_dir=str(tmp_path)))
+        sft.export(parse_args(sft.ExportConfig, ["--run_dir", str(tmp_path)]))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match="save_every"):
         sft.export(sft.ExportConfig(run_dir=str(tmp_path)))
