@@ -44,8 +44,8 @@ def launch(main, *commands, dry_run=None) -> NoReturn:
     stage = Path(inspect.getfile(function)).stem
     notes = [f"subcommands: {', '.join(sorted(by_name))}"] * bool(by_name) + [DRY_RUN] * bool(dry_run)
     if function is main and dry_run and "--dry_run" in argv:
-        argv[(at := argv.index("--dry_run")):] = argv[at + 1 + (argv[at + 1:at + 2] == ["true"]):]
-        function = dry_run
+        at, function = argv.index("--dry_run"), dry_run
+        del argv[at:at + (2 if argv[at + 1:at + 2] == ["true"] else 1)]
     try:
         function(parse_args(config_class(function), argv, program, stage,
                             notes if function is main else ()))

@@ -118,7 +118,7 @@ def test_the_code_version_is_a_commit_or_nothing(tmp_path, monkeypatch):
 def test_what_is_missing_is_named(settings, said, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(UserError, match=re.escape(said)):
-        evaluate.load_models(evaluate.Config(**settings), load_prompts())
+        evaluate.need(evaluate.Config(**settings))
 
 
 def test_the_checkpoint_that_is_evaluated_is_written_down(tmp_path):
@@ -180,6 +180,7 @@ def test_a_task_that_leaves_traces_runs_alone_on_its_site_and_in_the_files_order
     monkeypatch.setattr(evaluate, "load_environment", lambda cfg: diary)
     def act(requests):
         return [Sample([1], r.png, (160, 120), [2], [0.0], "terminate()") for r in requests]
+    monkeypatch.setattr(evaluate, "need", lambda cfg: None)
     monkeypatch.setattr(evaluate, "load_models", lambda cfg, texts: {"actor": act})
     evaluate.main(evaluate.Config(run_dir=str(tmp_path), actor="x", use_plan=False, runs=1, threads=3))
     for writer, others in (("A3", ("a1", "a2", "a4")), ("B6", ("b5", "b7"))):
