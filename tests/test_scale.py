@@ -136,6 +136,7 @@ def test_a_remote_browser_works_is_confined_and_is_left_when_it_dies(remote):
         page = browser.browser.new_page()
         with pytest.raises(web_errors(), match="ERR_NAME_NOT_RESOLVED"):
             page.goto("http://localhost.example/")
+        page = browser.browser.new_page()              # the other one is still on its way to the error page
         page.set_content("<p>here</p>")
         assert page.inner_text("p") == "here" and page.screenshot()[:4] == b"\x89PNG"
         remote.kill()
