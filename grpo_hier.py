@@ -1,6 +1,6 @@
 """Stage 3: joint hierarchical multi-agent GRPO of a decomposer and an actor (sections 3.4, 4.3, appendix B).
 
-    python grpo_hier.py --preset demo                  # CPU, tiny model, MiniWoB++: 7 minutes
+    python grpo_hier.py --preset demo                  # CPU, tiny model, MiniWoB++: 6 minutes
     python grpo_hier.py --actor SFT_A --decomposer SFT_D --sites sites.json                    # one 80 GB GPU
     torchrun --nproc_per_node=8 grpo_hier.py --actor SFT_A --decomposer SFT_D --sites sites.json       # eight
     table 2:  --train_decomposer false  |  --use_plan false --M 7  |  --use_plan false --M 21
