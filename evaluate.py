@@ -29,7 +29,7 @@ import torch
 
 from agents import PlannerGrounder, PlannerPrompts, Remote
 from episode_log import EpisodeLog
-from policy import Inputs, Policy, load_config
+from policy import Policy, need_model
 from prompts import Prompts, load_prompts
 from results import counts, mean_and_se, scores_by_task
 from rollout import Pool, RolloutConfig, load_environment
@@ -107,7 +107,7 @@ def need(cfg: Config) -> None:
             raise UserError("a temperature below 0 is for models on servers; give 0 or more")
         if cfg.device.startswith("cuda") and not torch.cuda.is_available():
             raise UserError(f"--device {cfg.device}: torch sees no GPU here; give --device cpu")
-        load_config(getattr(cfg, role)), Inputs(getattr(cfg, role))
+        need_model(getattr(cfg, role))
 
 
 def load_models(cfg: Config, texts: Prompts) -> dict:

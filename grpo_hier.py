@@ -36,7 +36,7 @@ from bookkeeping import (PHASES, Stopwatch, load_checkpoint, phase_table, rollou
                          statistics, total)
 from engine import load_engine
 from episode_log import EpisodeLog, fault_counts
-from policy import Inputs, Policy, Sample, load_config, parameter_count
+from policy import Policy, Sample, need_model, parameter_count
 from prompts import load_prompts
 from rollout import Group, Pool, RolloutConfig, load_environment
 from runtime import (DTYPES, UserError, all_reduce_flat_, append_jsonl, check, gather_objects,
@@ -383,7 +383,7 @@ def roles_of(cfg: Config) -> tuple[list[str], list[str]]:
     for role in roles:
         if not getattr(cfg, role):
             raise UserError(f"--{role} is missing: give the directory of the {role}'s stage-2 checkpoint")
-        load_config(getattr(cfg, role)), Inputs(getattr(cfg, role))
+        need_model(getattr(cfg, role))
     return roles, [r for r in roles if r == "actor" or cfg.train_decomposer]
 
 

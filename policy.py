@@ -128,6 +128,12 @@ def load_config(path):
     return config
 
 
+def need_model(path) -> None:
+    """UserError unless `path` is a Qwen2.5-VL with its tokenizer and image processor; reads no weights."""
+    load_config(path)
+    Inputs(path)
+
+
 def parameter_count(path) -> int:
     """Parameters of the checkpoint at `path`, without reading its weights; UserError as in load_config."""
     from transformers import Qwen2_5_VLForConditionalGeneration

@@ -43,7 +43,7 @@ import data
 import flops
 import trajectories
 from attention import pieces_to, separate_records
-from policy import Inputs, forward_hidden, load_config, load_model, parameter_count, token_logp
+from policy import Inputs, forward_hidden, load_model, need_model, parameter_count, token_logp
 from prompts import Subtask, format_plan, load_prompts
 from runtime import (DTYPES, UserError, World, append_jsonl, atomic_directory, check, drop_old_checkpoints,
                      gather_objects, latest_checkpoint, launch, open_run, process_group, rewrite_jsonl)
@@ -323,7 +323,9 @@ def autocast(cfg: Config, world):
 
 def main(cfg: Config) -> None:
     # what is missing is said before anything is written
-    load_config(cfg.model), Inputs(cfg.model), load_prompts(cfg.prompts), trajectories.read_meta(cfg.meta)
+    need_model(cfg.model)
+    load_prompts(cfg.prompts)
+    trajectories.read_meta(cfg.meta)
     if cfg.use_plan or cfg.role == "decomposer":
         trajectories.need_decompositions(cfg.decompositions)
     with process_group() as world:
