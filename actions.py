@@ -9,7 +9,7 @@ A response may hold <think>, <operation> and <action> blocks; the action block h
                   Action.error, and then there is no call: nothing half understood is done (PAPER-GAP 12).
     format_call   the canonical text, of which parse gives back the same call
     smart_resize, rescale   the model's pixels are those of a resized screenshot; here they become the page's
-    perform       one call on a Playwright page (sync API); to wait for the page afterwards is rollout's task
+    perform       one call on a Playwright page (sync API); browser.py waits for the page afterwards
 
 SIGNATURES is the grammar: names, arguments, types and defaults are written there and nowhere else.
 """

@@ -8,9 +8,10 @@
 76,396 answers of 20 s each, 100 under way, take 4.3 hours; memory does not grow with the trajectories.
 In: ScaleCUA's meta files (trajectories.py). Out: a line per trajectory, written as its answer arrives: {"id",
 "task", "platform", "analysis", "subtasks": [{"title", "goal"}], "unnecessary": text or "", "teacher",
-"prompt_hash", "usage": tokens {"input", "cached", "output"} of all its calls, "n_steps"}, and "metadata"
-where the server sent some; OUT.jsonl.quarantine.jsonl: {"where", "reason", "usage"} for what gets no usable
-answer. The same command goes on from where it stopped: no id that is in either file is asked for again.
+"prompt_hash", "usage": tokens {"input", "cached", "output"} of all its calls (a batch's: "batch_input", ...),
+"n_steps"}, "metadata" where the server sent some; OUT.jsonl.quarantine.jsonl: {"where", "reason", "usage"}
+for what gets no usable answer; OUT.jsonl.again.jsonl: {"id", "usage", "answer"}, paid for and to be asked
+again. The same command goes on from where it stopped: no id of the first two files is asked for again.
 
 PAPER-GAPs: STEP_i is the operation's text and, in brackets, the call with coordinates in 0-1; an answer that
 is cut off or not in the form is asked again once, in the same conversation, with what was wrong; a refusal is
@@ -24,9 +25,9 @@ import queue
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -35,7 +36,8 @@ import llm
 import runtime
 from prompts import Prompts, load_prompts, parse_teacher
 from runtime import UserError
-from trajectories import Quarantine, Trajectory, TrajectoryFiles, load_image, read_image, read_meta
+from trajectories import (Quarantine, Trajectory, TrajectoryFiles, complete_lines, load_image, read_image,
+                          read_meta)
 
 TABLE_3 = {"Windows": (5873, 2.68, 1.2), "macOS": (3845, 2.43, 1.1), "Linux": (25122, 2.20, 1.8),
            "Android": (17245, 2.84, 1.6), "Web": (24311, 2.73, 1.5), "Total": (76396, 2.56, 1.6)}  # paper
@@ -44,7 +46,7 @@ TABLE_3 = {"Windows": (5873, 2.68, 1.2), "macOS": (3845, 2.43, 1.1), "Linux": (2
 @dataclass
 class Config:
     meta: str = ""                       # meta file(s) of the trajectories, comma-separated
-    out: str = "runs/decompositions.jsonl"  # output; OUT.quarantine.jsonl and OUT.batches/ are beside it
+    out: str = "runs/decompositions.jsonl"  # output; OUT.quarantine.jsonl, OUT.batches/, ... are beside it
     model: str = "gpt-5.2-codex"         # the teacher, sec. 3.2
     base_url: str = ""                   # any OpenAI-compatible server; "" = OpenAI's
     api: str = "responses"               # responses | chat; codex models know only the first
@@ -57,11 +59,11 @@ class Config:
     max_output_tokens: int = 8192        # reasoning included
     reasoning: str = ""                  # reasoning effort: low | medium | high | "" = the model's default
     timeout: float = 300.0               # s per request
-    retries: int = 8                     # of a request that met 429, 5xx, a timeout or a closed connection
+    retries: int = 8                     # of a request that met 5xx, a timeout or a closed connection
     first_pause: float = 0.5             # s before the first of them; doubles up to 60
     max_dollars: float = 0.0             # spending cap over all runs on this output; 0 = none
     max_tokens: int = 0                  # the same in tokens
-    price_input: float = 1.75            # dollars per million tokens (GPT-5.2-Codex; check yours)
+    price_input: float = 1.75            # dollars per million tokens (GPT-5.2-Codex; give your model's)
     price_cached: float = 0.175          # ... of cached input
     price_output: float = 14.0           # ... of output
     limit: int = 0                       # stop after this many trajectories of the input; 0 = all
@@ -71,6 +73,17 @@ class Config:
     batch_mb: float = 190.0              # size of a batch file; OpenAI takes 200
     batch_requests: int = 50000          # requests of a batch file; OpenAI takes 50,000
     batch_open: int = 4                  # batches under way
+
+    def __post_init__(self):
+        runtime.check(self, "concurrency", "encoders", "batch_requests", "batch_open",
+                      api=("responses", "chat"))
+        for name in ("retries", "max_side", "max_dollars", "max_tokens", "limit"):
+            if getattr(self, name) < 0:
+                raise UserError(f"--{name} {getattr(self, name)}: give 0 or more")
+
+    @property
+    def prices(self) -> tuple[float, float, float]:
+        return self.price_input, self.price_cached, self.price_output
 
 
 # ----------------------------------------------------------------------------------------------- one question
@@ -109,7 +122,7 @@ def picture(path: Path, max_side: int) -> str:
 
 
 def ask(question: Question, client: llm.Client, prompts: Prompts, first: llm.Answer | None = None) -> dict:
-    """The output line of one trajectory. `first`: an answer that is there already (a batch's).
+    """The output line of one trajectory. `first`: an answer that is there already, and could not be read.
 
     Raises Unusable for a refusal or two answers that cannot be read, llm.LLMError where there is no answer.
     """
@@ -128,7 +141,7 @@ def ask(question: Question, client: llm.Client, prompts: Prompts, first: llm.Ans
     except ValueError as e:
         raise Unusable(f"malformed twice: {e}", spent) from None
     except llm.LLMError as e:
-        e.usage = spent  # the first answer has been paid for
+        e.usage, e.first = spent, answer  # it has been paid for
         raise
 
 
@@ -148,11 +161,11 @@ def output_line(about: dict, answer: llm.Answer, spent: dict, prompts: Prompts) 
 
 
 # ------------------------------------------------------------------------------------------------ all of them
-def answers(todo: Iterator[Trajectory], cfg: Config, client: llm.Client, prompts: Prompts,
-            first: dict[str, llm.Answer] | None = None) -> Iterator[tuple]:
+def answers(todo: Iterator[Trajectory | None], cfg: Config, client: llm.Client, prompts: Prompts,
+            first: Callable[[str], llm.Answer | None]) -> Iterator[tuple]:
     """Yield (id, output line or exception) as they come. Twice as many trajectories as there are requests
     under way are in memory: some are being encoded, and some wait out a pause that the server asked for.
-    `first`: answers of a batch that have to be asked again."""
+    `todo` has a None where the next one is to wait for an answer. `first`: see `ask`."""
     finished, under_way = queue.SimpleQueue(), 0
     with ThreadPoolExecutor(cfg.encoders) as encoders, ThreadPoolExecutor(2 * cfg.concurrency) as askers:
         def submit(pool, function, name, *args):
@@ -166,7 +179,7 @@ def answers(todo: Iterator[Trajectory], cfg: Config, client: llm.Client, prompts
             name, future = finished.get()
             result = future.exception() or future.result()
             if isinstance(result, Question):
-                submit(askers, ask, name, result, client, prompts, (first or {}).get(name))
+                submit(askers, ask, name, result, client, prompts, first(name))
             else:
                 under_way -= 1
                 yield name, result
@@ -174,19 +187,17 @@ def answers(todo: Iterator[Trajectory], cfg: Config, client: llm.Client, prompts
 
 def batch_answers(todo: Iterator[Trajectory], cfg: Config, client: llm.Client,
                   prompts: Prompts) -> Iterator[tuple]:
-    """The same by the Batch API; an answer that cannot be read is asked again by an ordinary request."""
+    """The same by the Batch API; an answer that cannot be read comes as it is, to be asked again."""
     batches = llm.Batches(client, f"{cfg.out}.batches", int(cfg.batch_mb * 1e6), cfg.batch_requests,
                           cfg.batch_open, cfg.batch_poll)
-    under_way = {about["id"] for about in batches.pending()}
     failed: deque = deque()
 
     def questions():
         with ThreadPoolExecutor(cfg.encoders) as encoders:
-            fresh = (t for t in todo if t.id not in under_way)
             window = deque()
             while True:
                 window.extend((t.id, encoders.submit(encode, t, prompts, cfg.max_side))
-                              for t in itertools.islice(fresh, 2 * cfg.encoders - len(window)))
+                              for t in itertools.islice(todo, 2 * cfg.encoders - len(window)))
                 if not window:
                     return
                 name, future = window.popleft()
@@ -199,10 +210,10 @@ def batch_answers(todo: Iterator[Trajectory], cfg: Config, client: llm.Client,
             if isinstance(result, llm.Answer):
                 try:
                     result = output_line(about, result, result.usage, prompts)
-                except Unusable as e:
-                    result = e
-                except ValueError:
-                    result = Malformed(result)
+                except (Unusable, ValueError) as e:
+                    result = e if isinstance(e, Unusable) else result
+            elif result.transient:
+                result = LeftOpen(str(result))
             yield about["id"], result
             while failed:
                 yield failed.popleft()
@@ -211,99 +222,97 @@ def batch_answers(todo: Iterator[Trajectory], cfg: Config, client: llm.Client,
     yield from failed
 
 
-class Malformed(Exception):
-    """An answer out of a batch that has to be asked again."""
-
-    def __init__(self, answer: llm.Answer):
-        super().__init__("malformed")
-        self.answer = answer
-
-
-class Spent:
-    """Dollars and tokens of the answers so far."""
-
-    def __init__(self, cfg: Config):
-        self.prices, self.dollars, self.tokens = (cfg.price_input, cfg.price_cached, cfg.price_output), 0.0, 0
-
-    def add(self, usage: dict) -> None:
-        self.dollars += llm.cost(usage, self.prices)
-        self.tokens += usage.get("input", 0) + usage.get("output", 0)
-
-    def __str__(self):
-        return f"${self.dollars:.2f} and {self.tokens:,} tokens"
+class LeftOpen(Exception):
+    """By its batch, which expired, or met a server's bad minute: the next run asks it."""
 
 
 class Ledger:
-    """The output and the quarantine: what is done, what it cost, and the only place that writes."""
+    """What is done, under way and to be asked again, what it cost, and the only place that writes."""
 
     def __init__(self, cfg: Config, prompt_hash: str):
-        self.out, self.cfg, self.done, self.new, self.spent = Path(cfg.out), cfg, set(), Counter(), Spent(cfg)
+        self.out, self.cfg, self.done, self.under_way = Path(cfg.out), cfg, set(), set()
+        self.new, self.spent = Counter(), llm.Spent(cfg.prices)
         for line in complete_lines(self.out, repair=True):
             if line["prompt_hash"] != prompt_hash:
                 raise UserError(f"{self.out} was written with another prompt ({line['prompt_hash']} and not "
                                 f"{prompt_hash}); give another --out")
-            self._add(line["id"], line["usage"])
-        file = quarantine_file(cfg)
-        if cfg.retry_quarantined:
-            runtime.rewrite_jsonl(file, lambda o: "usage" not in o)  # what they cost is forgotten
-        self.quarantine = Quarantine(file)
-        for line in complete_lines(file):
-            if "usage" in line:  # a trajectory; the others are records
-                self._add(line["where"], line["usage"])
+            self.done.add(line["id"])
+            self.spent.add(line["usage"])
+        left_out, self.again = unsettled(cfg, self.done, repair=True)
+        self.spent.add(*left_out.values(), *(line["usage"] for line in self.again.values()))
+        if not cfg.retry_quarantined:
+            self.done |= left_out.keys()
+        elif left_out:
+            self.again |= {name: {"id": name, "usage": usage} for name, usage in left_out.items()}
+            runtime.append_jsonl(beside(cfg, "again"), [self.again[name] for name in left_out])
+            runtime.rewrite_jsonl(beside(cfg, "quarantine"), lambda o: "usage" not in o)
+        self.quarantine = Quarantine(beside(cfg, "quarantine"))
 
-    def _add(self, name: str, usage: dict) -> None:
-        self.done.add(name)
+    def first(self, name: str) -> llm.Answer | None:
+        """An answer that is there, and could not be read."""
+        return (answer := self.again.get(name, {}).get("answer")) and llm.Answer(**answer)
+
+    def _total(self, name: str, usage: dict) -> dict:
+        """All that this trajectory has cost; `usage` is new."""
         self.spent.add(usage)
+        total = Counter(self.again.pop(name, {}).get("usage"))
+        total.update(usage)
+        return dict(total)
 
     def write(self, line: dict) -> None:
-        runtime.append_jsonl(self.out, [line])
-        self._add(line["id"], line["usage"])
+        runtime.append_jsonl(self.out, [line | {"usage": self._total(line["id"], line["usage"])}])
+        self.done.add(line["id"])
         self.new["annotated"] += 1
 
     def leave_out(self, name: str, error: Exception) -> None:
-        usage = dict(getattr(error, "usage", {}))
-        self.quarantine.leave_out(name, str(error) or type(error).__name__, usage=usage)
-        self._add(name, usage)
+        self.quarantine.leave_out(name, str(error) or type(error).__name__,
+                                  usage=self._total(name, getattr(error, "usage", {})))
+        self.done.add(name)
         self.new["quarantined"] += 1
 
-    def over(self, under_way: int) -> str:
-        """Why no further question may be asked: a cap would be passed, counting those under way at the mean
-        cost."""
-        expected = 1 + under_way / max(1, len(self.done))
-        if self.cfg.max_dollars and self.spent.dollars * expected >= self.cfg.max_dollars:
-            return f"{self.spent} spent, --max_dollars is {self.cfg.max_dollars:g}"
-        if self.cfg.max_tokens and self.spent.tokens * expected >= self.cfg.max_tokens:
-            return f"{self.spent} spent, --max_tokens is {self.cfg.max_tokens:,}"
+    def ask_again(self, name: str, answer: llm.Answer) -> None:
+        """Keep an answer that could not be read: it is paid for, and what was wrong has to be said."""
+        if not self.first(name):  # else a batch is collected again whose collector was killed
+            kept = asdict(replace(answer, usage={}))
+            self.again[name] = {"id": name, "usage": self._total(name, answer.usage), "answer": kept}
+            runtime.append_jsonl(beside(self.cfg, "again"), [self.again[name]])
+
+    def price_unknown(self) -> bool:
+        return bool(self.cfg.max_dollars or self.cfg.max_tokens) and not self.spent.counted
+
+    def over(self) -> str:
+        """Why no further question may be asked: with it and those under way, at the mean cost, a cap would be
+        passed, or nobody can tell."""
+        cfg, spent = self.cfg, self.spent
+        expected = 1 + (len(self.under_way) + 1) / max(1, spent.counted)
+        if cfg.max_dollars and spent.dollars * expected > cfg.max_dollars:
+            return f"{spent} spent, --max_dollars is {cfg.max_dollars:g}"
+        if cfg.max_tokens and spent.tokens * expected > cfg.max_tokens:
+            return f"{spent} spent, --max_tokens is {cfg.max_tokens:,}"
+        if spent.uncounted and (cfg.max_dollars or cfg.max_tokens):
+            return "the server counts no tokens, so no cap can hold: leave --max_dollars, --max_tokens out"
+        if cfg.batch and self.price_unknown():
+            return "the price of a question is not known: run --limit 20 first, without --batch"
         return ""
 
 
-def quarantine_file(cfg: Config) -> Path:
-    return Path(f"{cfg.out}.quarantine.jsonl")
+def unsettled(cfg: Config, annotated: set, repair: bool = False) -> tuple[dict, dict]:
+    """What has been paid for without an annotation: ({id: usage} in quarantine, {id: line} to ask again)."""
+    left_out = {o["where"]: o["usage"] for o in complete_lines(beside(cfg, "quarantine")) if "usage" in o}
+    again = complete_lines(beside(cfg, "again"), repair)
+    return left_out, {o["id"]: o for o in again if o["id"] not in annotated and o["id"] not in left_out}
 
 
-def complete_lines(path: Path, repair: bool = False) -> Iterator[dict]:
-    """Objects of a JSONL file, one at a time. A last line that a kill cut short is not read, and with
-    `repair` it is cut off. Raises UserError for any other line that is no JSON."""
-    if not path.exists():
-        return
-    with open(path, "rb+" if repair else "rb") as f:
-        for number, line in enumerate(f, 1):
-            if not line.endswith(b"\n"):
-                if repair:
-                    f.truncate(f.tell() - len(line))
-                return
-            try:
-                yield json.loads(line)
-            except ValueError as e:
-                raise UserError(f"{path}:{number}: not a JSON line ({e}); remove or repair it") from None
+def beside(cfg: Config, name: str) -> Path:
+    return Path(f"{cfg.out}.{name}.jsonl")
 
 
 class Stop:
     """Why no further question is asked; "" while there is no reason. Ctrl-C is one: what is under way is
-    still awaited, and written, unless it is pressed again."""
+    still awaited, and written, unless it is pressed again. `left_open`: what to say at the end."""
 
     def __init__(self, client: llm.Client):
-        self.why, self.client = "", client
+        self.why, self.left_open, self.client = "", "", client
 
     def __call__(self, why: str) -> None:
         self.why = self.why or why
@@ -326,40 +335,48 @@ class Stop:
             signal.signal(signal.SIGINT, before)
 
 
-def handle(results: Iterable, ledger: Ledger, stop: Stop, patience: int, bar: tqdm) -> dict[str, llm.Answer]:
-    """Write every result; returns the answers that must be asked again (Batch API only).
+def handle(results: Iterable, ledger: Ledger, stop: Stop, patience: int, bar: tqdm) -> None:
+    """Write every result.
 
     A question that the server never answered is put into quarantine once a later one succeeds: then it is
     that question's fault. After `patience` of them in a row it is the server's: the run stops, and they stay
-    to be asked.
+    to be asked. It also stops after many in a row that the server rejects, or answers to no use.
     """
-    again, unanswered = {}, []
+    unanswered, rejected = [], 0
     for name, result in results:
+        ledger.under_way.discard(name)
         if name in ledger.done:
             continue  # a batch whose answers a killed run had begun to take
         if isinstance(result, dict):
             ledger.write(result)
+            rejected = 0
             while unanswered and not stop.why:
                 ledger.leave_out(*unanswered.pop())
-        elif isinstance(result, Malformed):
-            again[name] = result.answer
-        elif isinstance(result, llm.LLMError) and (result.fatal or result.transient):
+        elif isinstance(result, llm.Answer):
+            ledger.ask_again(name, result)
+        elif isinstance(result, LeftOpen):
+            ledger.new["left open"] += 1
+            stop.left_open = f"{ledger.new['left open']} questions were left open; the last: {result}"
+        elif isinstance(result, llm.LLMError) and (result.fatal or result.transient or stop.why):
             unanswered.append((name, result))
             if result.fatal or len(unanswered) >= patience:
                 stop(f"the teacher does not answer: {result}")
         elif isinstance(result, (ValueError, Unusable, llm.LLMError)):
             ledger.leave_out(name, result)
-            if not ledger.new["annotated"] and ledger.new["quarantined"] >= max(20, patience):
-                stop(f"none of the first {ledger.new['quarantined']} could be annotated: {result}")
+            rejected += not isinstance(result, ValueError)
+            if rejected >= max(20, patience):
+                stop(f"{rejected} in a row could not be annotated: {result}")
         else:
             raise result
         bar.update()
         bar.set_postfix_str(f"{ledger.spent}, {ledger.new['quarantined']} quarantined", refresh=False)
     if unanswered and not ledger.new["annotated"]:
         stop(f"the teacher does not answer: {unanswered[-1][1]}")
-    while unanswered and not stop.why:
-        ledger.leave_out(*unanswered.pop())
-    return again
+    for name, error in unanswered:
+        if not stop.why:
+            ledger.leave_out(name, error)
+        elif first := getattr(error, "first", None):
+            ledger.ask_again(name, first)
 
 
 def main(cfg: Config) -> None:
@@ -369,26 +386,38 @@ def main(cfg: Config) -> None:
     with runtime.only_process(Path(cfg.out)):
         # 1. What is there already, and what is to be done.
         ledger = Ledger(cfg, prompts.digest("teacher"))
-        trajectories = TrajectoryFiles(need_meta(cfg), ledger.quarantine)
-        stop = Stop(client)
+        ledger.under_way = {about["id"] for about in llm.pending(f"{cfg.out}.batches")}
+        if ledger.under_way and not cfg.batch:
+            raise UserError(f"{len(ledger.under_way)} questions are under way in batches: go on with --batch "
+                            f"(or remove {cfg.out}.batches and pay for them once more)")
+        if cfg.max_dollars:
+            print(f"counted for {cfg.model}: {cfg.prices} dollars a million tokens (see --price_input, ...)")
+        trajectories, stop = TrajectoryFiles(need_meta(cfg), ledger.quarantine), Stop(client)
 
-        def todo(wanted=lambda name: name not in ledger.done):
+        def todo(wanted):
             for t in itertools.islice(trajectories, cfg.limit or None):
-                if wanted(t.id):
-                    stop.why = stop.why or ledger.over(2 * cfg.concurrency + cfg.encoders)
-                    if stop.why:
-                        return
-                    yield t
+                if t.id in ledger.done or t.id in ledger.under_way or not wanted(t.id):
+                    continue
+                while ledger.price_unknown() and ledger.under_way and not cfg.batch:
+                    yield None
+                stop.why = stop.why or ledger.over()
+                if stop.why:
+                    return
+                ledger.under_way.add(t.id)
+                yield t
 
         # 2. Ask; what a batch could not answer is asked one by one.
         bar = tqdm(total=len(trajectories), initial=len(ledger.done), unit="traj", disable=None)
+        client.on_wait = lambda s: bar.set_postfix_str(f"the server asks to wait {s:.0f} s")
         patience = max(8, cfg.concurrency)
         with stop.on_interrupt(), bar:
-            if not cfg.batch:
-                handle(answers(todo(), cfg, client, prompts), ledger, stop, patience, bar)
-            elif again := handle(batch_answers(todo(), cfg, client, prompts), ledger, stop, patience, bar):
-                left = todo(lambda name: name in again)
-                handle(answers(left, cfg, client, prompts, again), ledger, stop, patience, bar)
+            if cfg.batch:
+                new = todo(lambda name: not ledger.first(name))
+                handle(batch_answers(new, cfg, client, prompts), ledger, stop, patience, bar)
+                trajectories.quarantine = Quarantine()  # the irregularities have been counted
+            if ledger.again or not cfg.batch:
+                left = todo(lambda name: ledger.first(name) or not cfg.batch)
+                handle(answers(left, cfg, client, prompts, ledger.first), ledger, stop, patience, bar)
 
         # 3. Say what happened.
         print(f"{ledger.out}: {ledger.new['annotated']} annotated, {ledger.new['quarantined']} quarantined, "
@@ -397,8 +426,8 @@ def main(cfg: Config) -> None:
             print("in the data: " + ", ".join(f"{n} {what}" for what, n in sorted(irregular.items())))
         if stop.why == "interrupted":
             raise KeyboardInterrupt
-        if stop.why:
-            raise UserError(f"stopped, {stop.why}; the same command goes on from here")
+        if why := stop.why or stop.left_open:
+            raise UserError(f"stopped, {why}; the same command goes on from here")
 
 
 def load_teacher_prompt(cfg: Config) -> Prompts:
@@ -420,7 +449,7 @@ def dry_run(cfg: Config) -> None:
     """What would be asked. What it costs depends on how the model counts pictures: twenty answers tell."""
     load_teacher_prompt(cfg)
     trajectories, out = TrajectoryFiles(need_meta(cfg), Quarantine()), Path(cfg.out)
-    done = [line["usage"] for file in (out, quarantine_file(cfg)) for line in complete_lines(file)
+    done = [line["usage"] for file in (out, beside(cfg, "quarantine")) for line in complete_lines(file)
             if "usage" in line]
     looked_at = list(itertools.islice(trajectories, 20))
     pictures = sum(len(t.steps) for t in looked_at) / max(1, len(looked_at))
@@ -442,8 +471,9 @@ def stats(cfg: Config) -> None:
     """Table 3 of the output beside the paper's numbers, the cost so far and what is left."""
     if not Path(cfg.out).exists():
         raise UserError(f"no annotations at {cfg.out}; write them with annotate.py --out {cfg.out}")
-    rows, spent = {"Total": Counter()}, Spent(cfg)
+    rows, spent, ids = {"Total": Counter()}, llm.Spent(cfg.prices), set()
     for line in complete_lines(Path(cfg.out)):
+        ids.add(line["id"])
         spent.add(line["usage"])
         for name in (line["platform"], "Total"):
             rows.setdefault(name, Counter()).update(n=1, subtasks=len(line["subtasks"]),
@@ -457,9 +487,8 @@ def stats(cfg: Config) -> None:
             ours += f"{c['subtasks'] / c['n']:>10.2f}{c['unnecessary'] / c['n']:>10.1%}"
         theirs = f"{n:>10,}{subtasks:>10.2f}{share:>9.1f}%" if n else ""
         print(f"{name:10}{ours:30}    {theirs}".rstrip())
-    left_out = [line["usage"] for line in complete_lines(quarantine_file(cfg)) if "usage" in line]
-    for usage in left_out:
-        spent.add(usage)
+    left_out, again = unsettled(cfg, ids)
+    spent.add(*left_out.values(), *(line["usage"] for line in again.values()))
     print(f"cost so far {spent}; {len(left_out)} in quarantine")
     if cfg.meta:
         done = rows["Total"]["n"] + len(left_out)

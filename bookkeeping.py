@@ -12,8 +12,10 @@ from pathlib import Path
 
 import torch
 
+from episode_log import fault_counts
 from rollout import Group
-from runtime import atomic_directory, drop_old_checkpoints, latest_checkpoint, read_jsonl
+from runtime import (UserError, World, atomic_directory, drop_old_checkpoints, gather_objects,
+                     latest_checkpoint, read_jsonl)
 
 PHASES = ("browser", "waiting", "idle", "generation", "update", "sync")
 
@@ -27,16 +29,18 @@ def statistics(groups: list[Group], R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK)
     return {"episodes": len(episodes), "valid": int(valid_BKM.sum()), "reward": float(R_BKM.nansum()),
             "steps": len(actions), "tokens_A": lengths(actions), "plans": len(plans), "tasks": len(groups),
             "tokens_D": lengths([p.sample for p in plans]), "malformed": sum(p.malformed for p in plans),
-            "cut": sum(s.truncated for s in actions), "S_std": float(S_BK.std(-1, correction=0).sum()),
+            "cut": sum(s.truncated for s in actions),
+            "S_std": sum(float(S[there].std(correction=0)) for S, there in zip(S_BK, valid_BKM.any(-1))
+                         if there.any()),       # over the plans that have a return
             "zero_A": int((adv_A_BKM == 0).all(-1).sum()),
             "groups_A": adv_A_BKM.shape[0] * adv_A_BKM.shape[1],
             "zero_D": int((adv_D_BK == 0).all(-1).sum()),
-            "unparsable": sum(e.status == "unparsable" for e in episodes)}
+            "unparsable": sum(e.status == "unparsable" for e in episodes), "faults": fault_counts(episodes)}
 
 
 def total(rows: list[dict]) -> dict:
     """Key by key, the sum over all ranks."""
-    return {k: sum(row[k] for row in rows) for k in rows[0]}
+    return {k: sum((row[k] for row in rows[1:]), rows[0][k]) for k in rows[0]}
 
 
 # ------------------------------------------------------------------------------------------------- the phases
@@ -85,9 +89,14 @@ def save_checkpoint(directory: Path, done: int, policies: dict, optimizers: dict
     drop_old_checkpoints(directory, keep)
 
 
-def load_checkpoint(directory: Path, policies: dict, optimizers: dict) -> int:
-    """Restore the newest checkpoint, if there is one; returns the number of finished rollout batches."""
+def load_checkpoint(directory: Path, policies: dict, optimizers: dict, world: World = World()) -> int:
+    """Restore the newest checkpoint, if there is one; returns the number of finished rollout batches.
+    UserError where ranks see different ones: rank 0 alone saves them."""
     newest = latest_checkpoint(directory)
+    seen = gather_objects(newest and newest.name, world)
+    if differ := [rank for rank, name in enumerate(seen) if name != seen[0]]:
+        raise UserError(f"--run_dir {directory.parent} must be a directory that all nodes share: the newest "
+                        f"checkpoint is {seen[0]} for rank 0, {seen[differ[0]]} for rank {differ[0]}")
     if newest is None:
         return 0
     for role, policy in policies.items():

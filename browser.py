@@ -102,7 +102,10 @@ class Session(Chromium):
     def asked(self, question):
         """`question(session)`, of the environment, in bounded time."""
         with self.bound(self.cfg.open_timeout):
-            return question(self)
+            answer = question(self)
+        if self.page is self.crashed:             # not every call says so: a dead page's title is ""
+            raise ConnectionError("Page crashed")
+        return answer
 
     # -------------------------------------------------------------------------------------- a task's own page
     def open(self, task) -> str:
@@ -125,8 +128,14 @@ class Session(Chromium):
             # whoever was here before, the agent finds the same: nowhere to go back to, no mouse over the page
             self._wire(self.page).send("Page.resetNavigationHistory")
             self.page.mouse.move(-1, -1)
-            self.home = self.page.url
+            self.home = next(iter(self.context.pages), self.page).url     # a popup may be in front already
+            self._at_start(self.home)
         return instruction
+
+    def _at_start(self, url: str) -> None:
+        """A web error where the start page leaves the task's sites by itself."""
+        if not self.may_visit(url):
+            raise ConnectionError(f"the start page went to {self.failed[0] or url}"[:200])
 
     def _ready(self, hosts: set) -> None:
         """A browser that works, is not too old and knows the hosts."""
@@ -143,7 +152,7 @@ class Session(Chromium):
             with self.bound(self.cfg.call_timeout):
                 self.context.close()
         self._fresh()
-        self.crashed = self.spoiled = False
+        self.crashed, self.spoiled = None, False
         self.context = self.browser.new_context(
             viewport={"width": self.env.width, "height": self.env.height}, device_scale_factor=self.env.scale,
             accept_downloads=False, permissions=[], reduced_motion="reduce")
@@ -180,7 +189,8 @@ class Session(Chromium):
     def perform(self, call: actions.Call, settings: actions.ActionSettings) -> None:
         """One action on the active page. ActionError where it cannot be done, or where a site's fault spoils
         it."""
-        self._at_hand()
+        with self.bound(3 * settings.timeout):
+            self._at_hand()
         self._mark()
         if call.name == "open_url":
             url = call["url"] if "://" in call["url"] else f"http://{call['url']}"
@@ -220,7 +230,7 @@ class Session(Chromium):
             return
         self.openers[page], self.page, self.opening = self.page, page, max(0, self.opening - 1)
         page.on("close", self._closed)
-        page.on("crash", lambda _: setattr(self, "crashed", True))
+        page.on("crash", lambda page: setattr(self, "crashed", page))
         page.on("download", self._download)
         page.on("filechooser", lambda _: self.note("the page asked for a file; there is none"))
 
@@ -354,12 +364,15 @@ class Session(Chromium):
         if before is not None and not before.is_closed():
             self.page.close()
             return
+        self._mark()
         with contextlib.suppress(Error):
             self.page.go_back(wait_until="domcontentloaded")
+        self._quiet(time.monotonic())             # it may leave again by itself
         if not self.may_visit(self.page.url) or self.page.url == "about:blank":
+            self._mark()
             self.goto(self.home)
-        self._mark()
-        self._state(self.page, self.cfg.settle)
+            self._quiet(time.monotonic())
+            self._at_start(self.page.url)
 
     def screenshot(self) -> bytes:
         """PNG of the viewport, env.scale pixels per CSS pixel. Waits for no font, and shows no caret."""

@@ -5,12 +5,13 @@ with the browser stands in a `bound`, and a Watchdog thread, which knows until w
 operation and its episode may last and how much memory it may take, ends the processes of one that goes
 beyond. The call that is blocked in it then raises, and the thread starts another browser. Only processes of
 the browser's own are ever ended; of one on another machine, the connection. Chromium ends when its driver
-does, and the driver when this process does, however that happens.
+does, and the driver when this process does, however that happens. Pages are in Chromium's sandbox, which it
+has not for root.
 
 Kinds of fault, of `Chromium.fault`: crash, browser_gone, driver_gone, page_gone; hung (an operation went
 beyond its bound), deadline (the episode did), memory; of the site: refused, dns, tls, auth, redirects,
-download, connection, http_5xx, timeout; model (a model's server); browser (any other error of
-Playwright's), closed (the pool is ending).
+download, connection, http_5xx, timeout; model (a model's server); verdict (the environment gave none);
+browser (any other error of Playwright's), closed (the pool is ending).
 """
 
 import contextlib
@@ -34,19 +35,24 @@ CHROMIUM_ARGS = ["--disable-dev-shm-usage", "--disable-background-networking", "
                  "--deny-permission-prompts",
                  "--disable-partial-raster"]      # else a pixel's last bit depends on what was painted before
 LAUNCH, STOP = 30.0, 5.0                          # s
+UNREADABLE = psutil.Error, OSError                # of a process that has ended, or when files run out
 FAULTS = (                                        # what an error says -> its kind; the first that fits
-    (r"model server", "model"),
+    (r"^no verdict", "verdict"), (r"model server", "model"),
     (r"Target crashed|Page crashed", "crash"), (r"connection closed|EPIPE", "driver_gone"),
     (r"has been closed|Browser closed", "page_gone"),
     (r"ERR_NAME_NOT_RESOLVED|getaddrinfo|Name or service", "dns"),
     (r"(?i)ERR_CONNECTION_REFUSED|connection ?refused", "refused"), (r"ERR_CERT_|ERR_SSL_|\bSSL", "tls"),
-    (r"ERR_TOO_MANY_REDIRECTS|redirects without end", "redirects"), (r"ERR_INVALID_AUTH_CREDENTIALS", "auth"),
+    (r"ERR_TOO_MANY_REDIRECTS|redirects without end|start page went", "redirects"),
+    (r"ERR_INVALID_AUTH_CREDENTIALS", "auth"),
     (r"Download is starting", "download"), (r"answers 5\d\d|HTTP Error 5\d\d", "http_5xx"),
     (r"(?i)timeout \d+ms exceeded|timed out", "timeout"),
     (r"ERR_(EMPTY_RESP|INVALID_HTTP|ABORTED|CONNECTION_|NETWORK_|INCOMPLETE)", "connection"),
     (r"(?i)reset by peer|remote end|connection aborted|broken pipe|incomplete ?read", "connection"))
 SITE = {"refused", "dns", "tls", "auth", "redirects", "download", "connection", "http_5xx", "timeout",
-        "page_gone", "model"}                              # the site's doing: the browser itself is well
+        "page_gone", "model", "verdict"}                   # the site's doing: the browser itself is well
+SANDBOX = ("Chromium's sandbox does not start here: let users make namespaces (sysctl -w "
+           "kernel.unprivileged_userns_clone=1 or kernel.apparmor_restrict_unprivileged_userns=0), or run as "
+           "root in a container, which goes without it (a server of browsers: not as root)")
 
 
 def web_errors() -> tuple:
@@ -74,7 +80,7 @@ class Watchdog:
     def watch(self, browser: "Chromium") -> None:
         with self.lock:
             self.watched.append(browser)
-            if self.thread is None:
+            if self.thread is None or not self.thread.is_alive():
                 self.thread = threading.Thread(target=self._run, daemon=True, name="browser watchdog")
                 self.thread.start()
 
@@ -93,7 +99,7 @@ class Watchdog:
             for browser in browsers:
                 browser.check()
             if time.monotonic() > weighed + 2:
-                self._weigh({b.process.pid: b for b in browsers if b.process})
+                self._weigh({p.pid: b for b in browsers if (p := b.process)})
                 weighed = time.monotonic()
             self.bell.wait(0.25)
 
@@ -101,8 +107,8 @@ class Watchdog:
         """End the browsers (by process id) whose processes' own memory, without what they share, is too
         much."""
         parents, sums = {}, dict.fromkeys(roots, 0)
-        for p in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
+        for p in below():
+            with contextlib.suppress(*UNREADABLE):
                 pid, memory, parents[p.pid] = p.pid, p.memory_info(), p.ppid()
                 while pid not in roots and pid in parents:    # parents come before their children
                     pid = parents[pid]
@@ -122,7 +128,7 @@ class Chromium:
         self.process = self.driver = None         # psutil's, of Chromium and of Playwright's driver
         self.token = uuid.uuid4().hex             # a switch by which the browser's process is known
         self.due = self.deadline = float("inf")   # monotonic s, of the present operation and of the episode
-        self.killed, self.killed_at, self.crashed, self.thread = "", 0.0, False, 0
+        self.killed, self.killed_at, self.crashed, self.thread = "", 0.0, None, 0     # crashed: a page
 
     def launch(self, args: list[str]) -> None:
         """Start driver and browser, ending the ones before. Raises UserError where there is no browser."""
@@ -130,20 +136,22 @@ class Chromium:
         self.stop()
         if self.killed == "closed":
             raise ConnectionError("the pool is ending")
-        self.killed, self.crashed, self.token = "", False, uuid.uuid4().hex
+        self.killed, self.crashed, self.token = "", None, uuid.uuid4().hex
         self.thread = threading.get_native_id()
         self.watchdog.watch(self)
-        args = [*CHROMIUM_ARGS, *args, f"--session-token={self.token}",
-                *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+        args = [*CHROMIUM_ARGS, *args, f"--session-token={self.token}"]
         with self.bound(LAUNCH + STOP):
             try:
                 self._start_driver()
                 self.browser = self._connect(args) if self.server else self.playwright.chromium.launch(
-                    executable_path=chromium(), args=args, timeout=LAUNCH * 1000)
+                    executable_path=chromium(), args=args, chromium_sandbox=os.geteuid() != 0,
+                    timeout=LAUNCH * 1000)
             except Error as e:
                 self.stop()
                 if "Executable doesn't exist" in str(e):
                     raise UserError("no Chromium; run ./setup.sh, or set CHROMIUM to a browser's path") from e
+                if "sandboxing failed" in str(e):  # Playwright's words for Chromium's "No usable sandbox"
+                    raise UserError(SANDBOX) from e
                 raise
         self.process = self._find()
         self.driver = self.driver or (self.process and self.process.parent())
@@ -159,7 +167,7 @@ class Chromium:
     def _connect(self, args: list[str]):
         """A browser of `playwright run-server --unsafe`, wherever that runs; UserError where it does not have
         our switches, which confine it to the task's sites."""
-        options = {"args": args}
+        options = {"args": args, "chromiumSandbox": os.geteuid() != 0}
         if path := os.environ.get("CHROMIUM"):    # there, too
             options["executablePath"] = path
         browser = self.playwright.chromium.connect(
@@ -219,8 +227,8 @@ class Chromium:
 
     def _find(self):
         """The browser's process: of all below us, it alone carries this token."""
-        for p in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
+        for p in below():
+            with contextlib.suppress(*UNREADABLE):
                 if any(self.token in word for word in p.cmdline()):
                     return p
         return None
@@ -231,26 +239,34 @@ class Chromium:
             return "deadline"
         if self.killed:
             return self.killed
+        if self.crashed:                          # and may have taken the browser along
+            return "crash"
         kind = next((kind for sign, kind in FAULTS if re.search(sign, str(error))), "browser")
         if kind in ("page_gone", "driver_gone", "browser") and self.driver:
             if not self.driver.is_running() or self.driver.status() == psutil.STATUS_ZOMBIE:
                 return "driver_gone"
             if self.browser and not self.browser.is_connected():
                 return "browser_gone"
-        return "crash" if self.crashed else kind
+        return kind
 
 
 def end_tree(process) -> None:
     """Kill a process and all below it, as far as they are still there."""
-    with contextlib.suppress(psutil.Error):
-        for p in [process, *process.children(recursive=True)] if process else ():
-            with contextlib.suppress(psutil.Error):
-                p.kill()
+    for p in [process, *below(process)] if process else ():
+        with contextlib.suppress(*UNREADABLE):
+            p.kill()
+
+
+def below(process=None) -> list:
+    """All processes below one (this one), parents before children; none while the system does not tell."""
+    with contextlib.suppress(*UNREADABLE):
+        return (process or psutil.Process()).children(recursive=True)
+    return []
 
 
 def started_last(thread: int):
     """The process that one of our threads started last, where the system tells (Linux); else None."""
-    with contextlib.suppress(OSError, IndexError, psutil.Error):
+    with contextlib.suppress(IndexError, *UNREADABLE):
         children = Path(f"/proc/self/task/{thread}/children").read_text().split()
         return psutil.Process(int(children[-1]))
     return None

@@ -1,6 +1,7 @@
 """Stage 2's data: records on disk -> examples -> the micro-batches of an optimizer step, in worker processes.
 
-`write_index` reads all records once and keeps seven numbers of each; the records stay in their files.
+`write_index` reads all records once and keeps seven numbers of each; the records stay in their files. It is
+good for one set of plans, which `read_index` makes sure of.
 `Steps` is a data set whose item is one optimizer step's share of a rank, ready to go to the device. Which
 records a step takes is a function of (seed, epoch, step, global_batch) alone; ranks share them so that each
 gets about as many tokens, and neither ranks, workers, packing nor micro-batches change the set. Item k needs
@@ -14,6 +15,7 @@ action, a box or a point as JSON in pixels of the image as the model sees it.
 """
 
 import ctypes
+import hashlib
 import io
 import json
 import math
@@ -30,6 +32,7 @@ import torch
 from PIL import Image
 
 import actions
+import runtime
 import trajectories
 from attention import pieces_of
 from policy import Inputs, plain
@@ -58,9 +61,23 @@ def write_index(path: Path, role: str, meta: str, plans: dict[str, str], inputs:
             group = groups.setdefault(r.trajectory, len(groups))
             rows.append((file, offset, int(r.where.rpartition(":")[2]), plan, cost(r, inputs), group,
                          KINDS.index(r.kind)))
+    runtime.write_atomic(path.with_suffix(".plans"), fingerprint(plans))
     with open(path.with_suffix(".tmp"), "wb") as f:
         np.save(f, np.array(rows, dtype=np.int64).reshape(-1, 7))
     path.with_suffix(".tmp").replace(path)
+
+
+def read_index(path: Path, plans: dict[str, str]) -> np.ndarray:
+    """Raises UserError where the index is of other plans: a row has its plan's position among them."""
+    of = path.with_suffix(".plans")
+    if not of.exists() or of.read_text() != fingerprint(plans):
+        raise runtime.UserError(f"{path} was made with other decompositions: give back those that this run "
+                                f"began with, or choose another --run_dir")
+    return np.load(path, mmap_mode="r")
+
+
+def fingerprint(plans: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(list(plans.items())).encode()).hexdigest()
 
 
 def cost(record: trajectories.Record, inputs: Inputs) -> int:

@@ -32,9 +32,13 @@ echo "== 2 · supervised fine-tuning of both roles"
 $python sft.py $preset --role decomposer
 $python sft.py $preset --role actor
 
-echo "== 3 · joint hierarchical GRPO, with an evaluation before and after"
+echo "== 4 · evaluate: the two fine-tuned roles, before RL"
 $python evaluate.py $preset --run_dir runs/$name/eval_sft
+
+echo "== 3 · joint hierarchical GRPO"
 $python grpo_hier.py $preset
+
+echo "== 4 · evaluate: the same after RL"
 $python evaluate.py $preset --run_dir runs/$name/eval_rl --adapters runs/$name
 
 echo "== 5 · analysis"

@@ -29,6 +29,7 @@ import time
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import torch
 from PIL import Image
@@ -37,7 +38,8 @@ from policy import Policy, Sample, plain
 from runtime import UserError, World, gather_objects
 
 PATIENCE = 300.0                                  # s, how long a request waits for some server
-ANSWER = 600.0                                    # s, longest answer
+ANSWER = 120.0                                    # s, longest answer; an episode has time for several tries
+CONNECT = 5.0                                     # s until a host counts as gone
 RETRY = 2.0                                       # s between two tries to reach a server that is down
 KEEP = 2                                          # adapters on disk: a server may read one late
 
@@ -46,15 +48,24 @@ def load_engine(cfg, policies: dict[str, Policy], run: Path, world: World):
     """The engine that `--engine` names."""
     if cfg.engine == "local":
         return Local(policies, bool(cfg.pipeline))
-    directory = Path(cfg.adapters_dir or run / "adapters").absolute()
-    servers = {}
-    for role, policy in policies.items():
-        urls = [u.strip().rstrip("/") for u in getattr(cfg, f"{role}_url").split(",") if u.strip()]
-        if not urls:
+    directory, clock = Path(cfg.adapters_dir or run / "adapters").absolute(), Clock()
+    return Fleet({role: Vllm(policies[role], urls, directory, cfg, world, clock)
+                  for role, urls in addresses(cfg, policies).items()}, clock)
+
+
+def addresses(cfg, roles) -> dict[str, list[str]]:
+    """The servers of each role where `--engine vllm`. Raises UserError for a role without one, and for an
+    address with a password: config.json and error texts would show it."""
+    out = {}
+    for role in roles if cfg.engine == "vllm" else ():
+        out[role] = [u.strip().rstrip("/") for u in getattr(cfg, f"{role}_url").split(",") if u.strip()]
+        if not out[role]:
             raise UserError(f"--engine vllm needs --{role}_url: the {role}'s servers, by commas, as "
                             f"http://HOST:8000/v1")
-        servers[role] = Vllm(policy, urls, directory, cfg, world)
-    return Fleet(servers)
+        if any("@" in urlsplit(url).netloc for url in out[role]):
+            raise UserError(f"--{role}_url: no user or password in an address, it would be written down; "
+                            f"set VLLM_API_KEY instead")
+    return out
 
 
 class Local:
@@ -78,18 +89,34 @@ class Local:
         """Nothing is open."""
 
 
+class Clock:
+    """Seconds in which some request, of whichever role and thread, was under way: `with clock:` is one."""
+
+    def __init__(self):
+        self.lock, self.flying, self.since, self.spent = threading.Lock(), 0, 0.0, 0.0
+
+    def __enter__(self):
+        with self.lock:
+            self.since, self.flying = self.since if self.flying else time.monotonic(), self.flying + 1
+
+    def __exit__(self, *_):
+        with self.lock:
+            self.flying -= 1
+            self.spent += 0.0 if self.flying else time.monotonic() - self.since
+
+
 class Fleet:
     """The servers of all roles."""
 
-    def __init__(self, models: "dict[str, Vllm]"):
-        self.models = models
+    def __init__(self, models: "dict[str, Vllm]", clock: Clock):
+        self.models, self.clock = models, clock
 
     def sync(self, version: int) -> dict:
         return {f"{k}_{'A' if role == 'actor' else 'D'}": v
                 for role, servers in self.models.items() for k, v in servers.push(version).items()}
 
     def seconds(self) -> float:
-        return sum(servers.spent for servers in self.models.values())
+        return self.clock.spent
 
     def close(self) -> None:
         for servers in self.models.values():
@@ -103,7 +130,11 @@ class Server:
         import openai
         self.url, self.live, self.busy, self.fault, self.reviving = url, False, 0, "never reached", None
         self.client = openai.AsyncOpenAI(base_url=url, api_key=os.environ.get("VLLM_API_KEY") or "none",
-                                         timeout=ANSWER, max_retries=0)
+                                         timeout=openai.Timeout(ANSWER, connect=CONNECT), max_retries=0)
+
+    @property
+    def being_revived(self) -> bool:
+        return self.reviving is not None and not self.reviving.done()
 
     async def post(self, path: str, **body) -> None:
         """One administrative call; an OpenAI error where it is refused."""
@@ -135,11 +166,10 @@ class Server:
 class Vllm:
     """One role's servers; all their traffic is in one thread with an event loop of its own."""
 
-    def __init__(self, policy: Policy, urls: list[str], directory: Path, cfg, world: World,
+    def __init__(self, policy: Policy, urls: list[str], directory: Path, cfg, world: World, clock: Clock,
                  patience: float = PATIENCE):
         self.policy, self.role, self.directory, self.cfg = policy, policy.role, directory, cfg
-        self.world, self.patience, self.adapter = world, patience, ""
-        self.spent, self.flying, self.since = 0.0, 0, 0.0     # seconds with a request under way, and how many
+        self.world, self.clock, self.patience, self.adapter = world, clock, patience, ""
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True, name=f"{self.role}'s servers").start()
         self.servers = [Server(url) for url in urls]
@@ -154,8 +184,7 @@ class Vllm:
         return asyncio.run_coroutine_threadsafe(self._answer(request), self.loop)
 
     async def _answer(self, request) -> Sample:
-        self.since, self.flying = self.since if self.flying else time.monotonic(), self.flying + 1
-        try:
+        with self.clock:
             for _ in range(len(self.servers) + 2):            # a request that brings servers down ends here
                 server = await self._server()
                 try:
@@ -163,9 +192,6 @@ class Vllm:
                 except _down() as e:
                     self._leave_out(server, e)
             raise ConnectionError(f"model server: {self.role} request failed on {server.url}: {server.fault}")
-        finally:
-            self.flying -= 1
-            self.spent += 0.0 if self.flying else time.monotonic() - self.since
 
     async def _server(self) -> Server:
         """The live server with the least to do; waits for one where there is none."""
@@ -199,8 +225,10 @@ class Vllm:
         return self._checked(server, q, ids, size, reply)
 
     def _checked(self, server: Server, q, ids, size, reply) -> Sample:
-        """The reply as a Sample, if it can be trained on."""
+        """The reply as a Sample, if it can be trained on. ConnectionError where the server broke it off."""
         choice = reply.choices[0]
+        if choice.finish_reason not in ("stop", "length"):
+            raise ConnectionError(f"its answer ended with {choice.finish_reason!r}")
         read, written = getattr(reply, "prompt_token_ids", None), getattr(choice, "token_ids", None)
         logp = [token.logprob for token in choice.logprobs.content] if choice.logprobs else []
         wrong = None
@@ -244,8 +272,9 @@ class Vllm:
             shutil.rmtree(old)
 
     async def _install_everywhere(self) -> None:
-        """All servers get the present adapter; where none answers for a while, that ends the run."""
-        await asyncio.gather(*map(self._install, self.servers))
+        """All servers get the present adapter, those that are down when they answer again; where none answers
+        for a while, that ends the run."""
+        await asyncio.gather(*(self._install(s) for s in self.servers if not s.being_revived))
         try:
             await self._server()
         except ConnectionError as e:
@@ -265,7 +294,7 @@ class Vllm:
     def _leave_out(self, server: Server, error: Exception) -> None:
         """Until it answers again and has the present adapter."""
         server.live, server.fault = False, f"{type(error).__name__}: {error}"
-        if server.reviving is None or server.reviving.done():
+        if not server.being_revived:
             server.reviving = self.loop.create_task(self._revive(server))
 
     async def _revive(self, server: Server) -> None:
@@ -310,9 +339,9 @@ class Vllm:
 
 
 def _down() -> tuple:
-    """The errors of a server that is gone, starting, or has lost the adapter: others may answer."""
+    """The errors of a server that is gone, starting, ending, or has lost the adapter: others may answer."""
     import openai
-    return openai.APIConnectionError, openai.InternalServerError, openai.NotFoundError
+    return ConnectionError, openai.APIConnectionError, openai.InternalServerError, openai.NotFoundError
 
 
 def _page() -> bytes:

@@ -18,10 +18,10 @@ from rollout import Episode, Group
 from runtime import append_jsonl, write_atomic
 
 
-def fault_counts(episodes: list[Episode]) -> dict[str, int]:
+def fault_counts(episodes: list[Episode]) -> Counter:
     """How often each kind of fault cost an episode (`infra_KIND`) or an attempt at one (`retried_KIND`)."""
     lost = [f"infra_{e.fault}" for e in episodes if e.fault]
-    return dict(sorted(Counter(lost + [f"retried_{kind}" for e in episodes for kind in e.retried]).items()))
+    return Counter(sorted(lost + [f"retried_{kind}" for e in episodes for kind in e.retried]))
 
 
 class EpisodeLog:

@@ -2,7 +2,8 @@
 
     python evaluate.py --preset demo --run_dir runs/demo/eval_sft                   # both roles after stage 2
     python evaluate.py --preset demo --run_dir runs/demo/eval_rl --adapters runs/demo    # after stage 3
-    python evaluate.py --actor SFT_A --decomposer SFT_D --adapters runs/grpo --sites sites.json      # one GPU
+    python evaluate.py --actor SFT_A --decomposer SFT_D --adapters runs/grpo --tasks TASKS --sites sites.json
+        --judge_model JUDGE                         # one GPU of 80 GB (not run); hours: as the sites answer
 
 Systems: decomposer and actor; with --use_plan false an actor alone; each of them in process (--actor DIR) or
 on an OpenAI-compatible server (--actor_model NAME --actor_url http://HOST/v1); a native agent of others, by
@@ -44,18 +45,18 @@ class Config(RolloutConfig):
     decomposer: str = ""                 # checkpoint directory of the decomposer
     adapters: str = ""                   # stage 3's run: its newest checkpoint, or one; "" for none (w/o RL)
     actor_model: str = ""                # the actor's name on a server, instead of --actor
-    actor_url: str = ""                  # that server, ".../v1"; "": OpenAI's; its key is in $ACTOR_API_KEY
+    actor_url: str = ""                  # the actor's server, ".../v1"; "": OpenAI's; key: $ACTOR_API_KEY
     decomposer_model: str = ""           # the decomposer's name on a server, instead of --decomposer
-    decomposer_url: str = ""             # that server
+    decomposer_url: str = ""             # the decomposer's server; key: $DECOMPOSER_API_KEY
     planner_model: str = ""              # planner + grounder: who decides, in words, instead of an actor
-    planner_url: str = ""                # that server
+    planner_url: str = ""                # the planner's server; key: $PLANNER_API_KEY
     grounder_model: str = ""             # planner + grounder: who finds the place on the screenshot
-    grounder_url: str = ""               # that server
-    api: str = "chat"                    # of these servers: chat or responses
+    grounder_url: str = ""               # the grounder's server; key: $GROUNDER_API_KEY
+    api: str = "chat"                    # protocol of the models' servers: chat or responses
     actor_earlier: int = 0               # earlier steps that a remote actor sees again (UI-TARS: 4)
     planner_earlier: int = 15            # earlier steps that the planner sees again
     min_pixels: int = 3136               # a remote actor's or grounder's image processor, as ScaleCUA's
-    max_pixels: int = 2109744            # the same; 0: its image is the screenshot, not resized
+    max_pixels: int = 2109744            # its upper limit; 0: its image is the screenshot, not resized
     model_timeout: float = 120.0         # s, an answer of a server, asked for four times at most
     think: bool = False                  # ask the actor for <think> as well
     literal: bool = False                # keep backslash-n in ScaleCUA's prompts, as its evaluation does
@@ -64,7 +65,7 @@ class Config(RolloutConfig):
     runs: int = 4                        # independent runs of every task, sec. 4.3
     use_plan: bool = True                # false: no decomposer (table 2); a planner never has one
     temperature_D: float = 0.0           # of the plan, sec. 4.3; below 0 (servers only): the server's own
-    temperature_A: float = 0.0           # of the actions (PAPER-GAP 14); the same
+    temperature_A: float = 0.0           # of the actions (PAPER-GAP 14); below 0: as temperature_D
     lora_r: int = 32                     # r of the adapters
     lora_alpha: int = 64                 # α of the adapters
     dtype: str = "bfloat16"              # of the frozen base
@@ -124,7 +125,7 @@ def load_model(cfg: Config, role: str):
         return Remote(role, model, getattr(cfg, f"{role}_url"), cfg.api, cfg.threads,
                       getattr(cfg, f"{role}_earlier", 0), cfg.min_pixels, cfg.max_pixels, cfg.model_timeout)
     policy = Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=cfg.device, dtype=cfg.dtype)
-    if cfg.adapters and Path(cfg.adapters, role).exists():
+    if cfg.adapters:
         policy.load(Path(cfg.adapters, role))
     return policy.sample
 
@@ -133,9 +134,10 @@ def with_newest_adapters(cfg: Config) -> Config:
     """The run directory in `adapters` becomes its newest checkpoint: what is written down is what was tested,
     and a call that goes on where another stopped cannot go on with a newer one."""
     newest = latest_checkpoint(Path(cfg.adapters) / "checkpoints") if cfg.adapters else None
-    if cfg.adapters and newest is None and not Path(cfg.adapters, "actor").is_dir():
-        raise UserError(f"--adapters {cfg.adapters}: no checkpoints there; "
-                        f"give the run directory of grpo_hier.py")
+    for role in roles_of(cfg) if cfg.adapters else ():
+        if not (getattr(cfg, f"{role}_model") or Path(newest or cfg.adapters, role).is_dir()):
+            raise UserError(f"--adapters {cfg.adapters}: no checkpoint of the {role} there; give the run "
+                            f"directory of grpo_hier.py (of one without a plan, with --use_plan false)")
     return dataclasses.replace(cfg, adapters=str(newest or cfg.adapters))
 
 

@@ -1,8 +1,8 @@
 """Stage 3: joint hierarchical multi-agent GRPO of a decomposer and an actor (sections 3.4, 4.3, appendix B).
 
     python grpo_hier.py --preset demo                  # CPU, tiny model, MiniWoB++: 6 minutes
-    python grpo_hier.py --actor SFT_A --decomposer SFT_D --sites sites.json                    # one 80 GB GPU
-    torchrun --nproc_per_node=8 grpo_hier.py --actor SFT_A --decomposer SFT_D --sites sites.json       # eight
+    python grpo_hier.py --actor SFT_A --decomposer SFT_D --tasks TASKS --sites sites.json --judge_model JUDGE
+        on one GPU of 80 GB (not run); on eight: torchrun --nproc_per_node=8 grpo_hier.py ...
     table 2:  --train_decomposer false  |  --use_plan false --M 7  |  --use_plan false --M 21
     servers generate:  --engine vllm --actor_url http://a:8000/v1,... --decomposer_url ...    (see engine.py)
 
@@ -10,9 +10,9 @@ In:  two stage-2 checkpoints, an environment's training tasks.
 Out: RUN/checkpoints/N/{actor,decomposer} (LoRA adapters, PEFT format, with optimizers), RUN/log.jsonl (one
      object per rollout batch; the README's glossary defines every key), RUN/episodes.jsonl + shots/
      (fields: episode_log.py).
-A run killed at any moment goes on from its last rollout batch and, without --pipeline and with the local
-engine, ends with the same bytes. With --pipeline 1 a batch is drawn with the weights before the last update
-(the first one after a restart: with the newest), and its log π_old are the sampler's own.
+A run killed at any moment goes on from its last rollout batch and, with the local engine, one browser and no
+--pipeline, ends with the same bytes. With --pipeline 1 a batch is drawn with the weights before the last
+update (the first one after a restart: with the newest), and its log π_old are the sampler's own.
 
 What differs from the equations as printed, and what the paper leaves open (all settings, README: PAPER-GAPs):
 1 lengths: `--norm drgrpo` divides by constants (Eqs. 7', 10'), `--norm printed` by T and |a|, |d|; 2 std off,
@@ -34,8 +34,8 @@ import torch
 
 from bookkeeping import (PHASES, Stopwatch, load_checkpoint, phase_table, rollout_phases, save_checkpoint,
                          statistics, total)
-from engine import load_engine
-from episode_log import EpisodeLog, fault_counts
+from engine import addresses, load_engine
+from episode_log import EpisodeLog
 from policy import Policy, Sample, need_model, parameter_count
 from prompts import load_prompts
 from rollout import Group, Pool, RolloutConfig, load_environment
@@ -87,6 +87,11 @@ class Config(RolloutConfig):
         super().__post_init__()
         check(self, "K", "M", "passes", "epochs", "tasks_per_rank", "micro_batch", "lora_r",
               norm=("drgrpo", "printed"), dtype=DTYPES, engine=("local", "vllm"), pipeline=(0, 1))
+
+
+FREE = ("threads", "micro_batch", "micro_tokens", "keep", "max_batch", "actor_url", "decomposer_url",
+        "adapters_dir", "browser_ws", "max_infra", "retries", "retry_wait", "call_timeout", "open_timeout",
+        "deadline", "recycle", "memory", "judge_base_url", "leases")      # may differ on resumption
 
 
 # -------------------------------------------------------------------------------------------------- equations
@@ -339,7 +344,7 @@ def log_line(s: dict, updates: dict) -> dict:
             "steps_mean": s["steps"] / s["episodes"], "len_A": s["tokens_A"] / max(1, s["steps"]),
             "len_D": s["tokens_D"] / max(1, s["plans"]),
             "malformed_rate": s["malformed"] / max(1, s["plans"]),
-            "truncated_A": s["cut"] / max(1, s["steps"])}
+            "truncated_A": s["cut"] / max(1, s["steps"]), "faults": dict(s["faults"])}
     for role, u in updates.items():
         line |= {f"{k}_{'A' if role == 'actor' else 'D'}": v for k, v in u.items()}
     return line | {"loss": loss_joint(line.get("loss_A", 0.0), line.get("loss_D", 0.0))}
@@ -352,9 +357,7 @@ def main(cfg: Config) -> None:
     env = load_environment(cfg)
     tasks = env.tasks(cfg.split)
     with process_group() as world:
-        run = open_run(cfg.run_dir, cfg, world, free=(
-            "threads", "micro_batch", "micro_tokens", "keep", "max_batch", "actor_url", "decomposer_url",
-            "adapters_dir", "browser_ws"))
+        run = open_run(cfg.run_dir, cfg, world, free=FREE)
         train(cfg, world, run, env, tasks)
     env.close()
 
@@ -384,15 +387,15 @@ def roles_of(cfg: Config) -> tuple[list[str], list[str]]:
         if not getattr(cfg, role):
             raise UserError(f"--{role} is missing: give the directory of the {role}'s stage-2 checkpoint")
         need_model(getattr(cfg, role))
+    addresses(cfg, roles)
     return roles, [r for r in roles if r == "actor" or cfg.train_decomposer]
 
 
 def build(cfg: Config, world, roles, trained) -> tuple[dict, dict]:
     """The roles' policies, and an optimizer for each role that is trained (PAPER-GAP 16)."""
-    policies = {}
-    for i, role in enumerate(roles):
-        policies[role] = Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=world.device,
-                                dtype=cfg.dtype, seed=cfg.seed + i, checkpointing=cfg.checkpointing)
+    policies = {role: Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=world.device,
+                             dtype=cfg.dtype, seed=cfg.seed + i, checkpointing=cfg.checkpointing)
+                for i, role in enumerate(roles)}
     optimizers = {r: torch.optim.AdamW(policies[r].parameters().values(), lr=cfg.lr, betas=(0.9, 0.999),
                                        eps=cfg.adam_eps, weight_decay=0.0) for r in trained}
     return policies, optimizers
@@ -404,8 +407,7 @@ def roll_out(batch: int, tasks: list, pool: Pool, engine, cfg: Config, bar: str)
     start, before = time.monotonic(), clock()
     groups = sorted(pool.run(tasks, cfg.K, cfg.M, (cfg.seed, batch), engine.models, cfg.use_plan, bar=bar),
                     key=lambda group: tasks.index(group.task))
-    seconds = time.monotonic() - start
-    return groups, rollout_phases(before, clock(), cfg.threads, seconds)
+    return groups, rollout_phases(before, clock(), cfg.threads, time.monotonic() - start)
 
 
 def drawn_batches(batches: range, draw, sync, cfg: Config):
@@ -443,20 +445,20 @@ def train(cfg: Config, world, run: Path, env, tasks: list) -> None:
     engine = load_engine(cfg, policies, run, world)
 
     # 2 · where a killed run stopped: nothing is lost, nothing is there twice
-    done = load_checkpoint(run / "checkpoints", policies, optimizers)
+    done = load_checkpoint(run / "checkpoints", policies, optimizers, world)
     if world.main:
         for name in ("log.jsonl", "episodes.jsonl"):
             rewrite_jsonl(run / name, lambda line: line["batch"] < done)
-    plan_of_batches = schedule(tasks, cfg, world.size)
+    rollouts = schedule(tasks, cfg, world.size)
     gather_objects(done, world)                           # all ranks see the same files before anybody writes
     episode_log = EpisodeLog(run)
 
     with Pool(env, load_prompts(cfg.prompts), cfg) as pool:
         # 3 · K plans per task, M episodes per plan (Eqs. 1, 2), terminal rewards
         def draw(i):
-            return roll_out(i, plan_of_batches[i][world.rank::world.size], pool, engine, cfg,
-                            f"batch {i + 1}/{len(plan_of_batches)}" if world.main else "")
-        watch, to_do = Stopwatch(), range(done, len(plan_of_batches))
+            bar = f"batch {i + 1}/{len(rollouts)}" if world.main else ""
+            return roll_out(i, rollouts[i][world.rank::world.size], pool, engine, cfg, bar)
+        watch, to_do = Stopwatch(), range(done, len(rollouts))
         for batch, told, (groups, phases) in drawn_batches(to_do, draw, engine.sync, cfg):
             watch.lap("rollout")
 
@@ -464,10 +466,9 @@ def train(cfg: Config, world, run: Path, env, tasks: list) -> None:
             R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK = credits = credit(groups, cfg)
             s = total(gather_objects(statistics(groups, *credits), world))
             watch.lap("sync")                             # with the slowest rank
-            faults = gather_objects(
-                fault_counts([e for g in groups for row in g.episodes for e in row]), world)
             episode_log.append(groups, batch, lambda g, k, m: {
-                "S_i": float(S_BK[g, k]), "adv_A": float(adv_A_BKM[g, k, m]), "adv_D": float(adv_D_BK[g, k])})
+                "S_i": float(S_BK[g, k]) if valid_BKM[g, k].any() else None,
+                "adv_A": float(adv_A_BKM[g, k, m]), "adv_D": float(adv_D_BK[g, k])})
             if (lost := s["episodes"] - s["valid"]) > cfg.max_infra * s["episodes"]:
                 raise UserError(f"batch {batch}: {lost} of {s['episodes']} episodes failed for reasons of "
                                 f"infrastructure (--max_infra {cfg.max_infra}); see {run}/episodes.jsonl, "
@@ -475,13 +476,12 @@ def train(cfg: Config, world, run: Path, env, tasks: list) -> None:
 
             # 5 · one update per role from the one batch (Eqs. 6, 7, 10, 11)
             watch.lap("files")
-            data, B = batches(groups, adv_A_BKM, adv_D_BK), len(plan_of_batches[batch])
+            data, B = batches(groups, adv_A_BKM, adv_D_BK), len(rollouts[batch])
             updates = {r: update(policies[r], optimizers[r], data[r], B, cfg, world) for r in trained}
             watch.lap("update")
 
             # 6 · log and checkpoint; a kill between the two is undone by step 2
-            line = ({"batch": batch, "of": len(plan_of_batches)} | log_line(s, updates)
-                    | {"faults": dict(sum(map(Counter, faults), Counter()))}
+            line = ({"batch": batch, "of": len(rollouts)} | log_line(s, updates)
                     | times(phases, told, watch, world) | told)
             watch = Stopwatch()
             gather_objects(None, world)                   # every rank's episodes are written

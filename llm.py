@@ -4,12 +4,12 @@
     answer = client.ask("You grade.", [("user", ["Is this a cat?", image_url(png)])])
 
 A turn is (role, parts); a part is a text, or an image as `image_url` makes it (a data URL, so it is encoded
-once). `answer.status` is "ok", "truncated" or "refused". 429, 5xx, timeouts, closed connections and half
-answers are asked again with growing pauses, never shorter than the server's Retry-After; other errors (400,
-401, ...) are not. A question that gets no answer raises LLMError, `fatal` where every other question would
-meet the same. A Client is safe to share between threads: at most `concurrency` requests are under way, and
-one that pauses does not count. `Batches` asks by the Batch API instead. The key is read from the environment
-and appears in no log or error.
+once). `answer.status` is "ok", "truncated" or "refused". 5xx, timeouts, closed connections and half answers
+are asked again `retries` times with growing pauses; 429 and whatever has a Retry-After for as long as the
+server answers others; other errors (400, 401, ...) are not. A question that gets no answer raises LLMError,
+`fatal` where every other question would meet the same. A Client is safe to share between threads: at most
+`concurrency` requests are under way, and one that pauses does not count. `Batches` asks by the Batch API
+instead. The key is read from the environment and appears in no log or error.
 """
 
 import base64
@@ -28,17 +28,26 @@ from pathlib import Path
 
 from runtime import UserError, write_atomic
 
-FATAL = {401, 403, 404}  # wrong key, no access, no such model: the next question will fare no better
-MAX_WAIT = 600.0  # s; a server that asks for a longer pause has closed for the day
+FATAL = {401, 402, 403, 404}  # key, money, access, no such model: the next question will fare no better
+MAX_WAIT = 600.0  # s; a server that answers nothing for longer and asks to wait has closed for the day
 
 
 class LLMError(Exception):
-    """A question without an answer. `fatal`: so will the next ones be. `transient`: one may ask again
-    later."""
+    """A question without an answer. `fatal`: so will the next ones be. `transient`: one may ask again later.
+    `busy`: the server asks to do so, after `retry_after` seconds where it says how many."""
 
-    def __init__(self, message: str, fatal: bool = False, transient: bool = False, retry_after: float = 0.0):
+    def __init__(self, message: str, fatal: bool = False, transient: bool = False, busy: bool = False,
+                 retry_after: float = 0.0):
         super().__init__(message)
-        self.fatal, self.transient, self.retry_after = fatal, transient, retry_after
+        self.fatal, self.transient, self.busy, self.retry_after = fatal, transient, busy, retry_after
+
+
+def status_error(code: int, said: str, retry_after: float = 0.0) -> LLMError:
+    """A reply that is none. A 429 for want of money is no rate limit: no pause will mend it."""
+    broke = "insufficient_quota" in said
+    again = not broke and (code in (408, 409, 429) or code >= 500)
+    return LLMError(f"HTTP {code}: {said[:300]}", code in FATAL or broke, again,
+                    again and (code == 429 or retry_after > 0), retry_after)
 
 
 @dataclass(frozen=True)
@@ -135,11 +144,32 @@ def _read_chat(reply: dict) -> tuple[str, str, str]:
 
 
 def cost(usage: dict, prices) -> float:
-    """Dollars of a usage record; `prices` per million input, cached input and output tokens. The Batch API
-    costs half."""
-    cached = usage.get("cached", 0)
-    tokens = usage.get("input", 0) - cached, cached, usage.get("output", 0)
-    return sum(n * p for n, p in zip(tokens, prices)) / 1e6 * (0.5 if usage.get("batch") else 1)
+    """Dollars of a usage record; `prices` per million input, cached input and output tokens. Those of the
+    Batch API (batch_input, ...) cost half."""
+    def part(kind):
+        cached = usage.get(kind + "cached", 0)
+        tokens = usage.get(kind + "input", 0) - cached, cached, usage.get(kind + "output", 0)
+        return sum(n * p for n, p in zip(tokens, prices)) / 1e6
+    return part("") + part("batch_") / 2
+
+
+class Spent:
+    """Dollars and tokens of some usage records; `counted`: those that have tokens; `uncounted`: the server
+    sent none."""
+
+    def __init__(self, prices):
+        self.prices, self.dollars, self.tokens, self.counted, self.uncounted = prices, 0.0, 0, 0, 0
+
+    def add(self, *usages: dict) -> None:
+        for usage in usages:
+            tokens = sum(n for kind, n in usage.items() if not kind.endswith("cached"))
+            self.dollars += cost(usage, self.prices)
+            self.tokens += tokens
+            self.counted += tokens > 0
+            self.uncounted += bool(usage) and not tokens
+
+    def __str__(self):
+        return f"${self.dollars:.2f} and {self.tokens:,} tokens"
 
 
 # ----------------------------------------------------------------------------------------------------- client
@@ -160,7 +190,8 @@ class Client:
         self.model, self.base_url, self.api, self.options = model, base_url, api, options
         self.retries, self.first_pause, self.cache_dir = retries, first_pause, cache_dir
         self.slots, self.lock = threading.BoundedSemaphore(concurrency), threading.Lock()
-        self.stopped = threading.Event()
+        self.stopped, self.answered_at = threading.Event(), 0.0
+        self.on_wait = lambda seconds: None  # told of every pause that the server asked for
         self.usage = {"input": 0, "cached": 0, "output": 0, "requests": 0, "retries": 0, "cache_hits": 0}
         self._secret = key
 
@@ -191,21 +222,30 @@ class Client:
         self.stopped.set()
 
     def _persist(self, body: dict, headers: dict) -> tuple[dict, Answer]:
-        """Ask until there is a reply; between two tries at least as long a pause as the server asks for."""
+        """Ask until there is a reply; between two tries at least as long a pause as the server asks for. Such
+        a pause is no failed try, as long as other questions are answered meanwhile."""
+        begin, failed = time.monotonic(), 0
         for attempt in itertools.count():
             if self.stopped.is_set():
                 raise LLMError("stopped", transient=True)
             try:
                 with self.slots:
                     self._count(requests=1)
-                    return self._once(body, headers)
+                    found = self._once(body, headers)
+                self.answered_at = time.monotonic()
+                return found
             except LLMError as e:
-                if not e.transient or attempt == self.retries:
+                if not e.transient or failed >= self.retries and not e.busy:
                     raise
-                pause = min(60.0, self.first_pause * 2 ** attempt) * random.uniform(0.75, 1.25)
+                pause = min(60.0, self.first_pause * 2 ** min(attempt, 9)) * random.uniform(0.75, 1.25)
                 pause = max(pause, e.retry_after)
-                if pause > MAX_WAIT:
-                    raise LLMError(f"the server asks to wait {pause:.0f} s ({e})", fatal=True) from None
+                failed += not e.busy
+                if e.busy:
+                    silent = time.monotonic() + pause - max(begin, self.answered_at)
+                    if silent > MAX_WAIT:
+                        raise LLMError(f"the server asks to wait {pause:.0f} s and has answered nothing "
+                                       f"meanwhile ({e})", fatal=True) from None
+                    self.on_wait(pause)
             self._count(retries=1)
             self.stopped.wait(pause)
 
@@ -216,19 +256,12 @@ class Client:
             reply = json.loads(endpoint.with_raw_response.create(**body, extra_headers=headers).content)
             return reply, read_reply(self.api, reply)
         except openai.APIStatusError as e:
-            raise self._status_error(e) from None
+            said = self.without_key(str(e))
+            raise status_error(e.status_code, said, retry_after(e.response.headers)) from None
         except openai.APIConnectionError as e:  # timeouts too
             raise LLMError(f"no answer ({type(e).__name__}: {e.__cause__ or e})", transient=True) from None
         except (ValueError, AttributeError, openai.OpenAIError) as e:
             raise LLMError(f"not a reply: {str(e)[:200]}", transient=True) from None
-
-    def _status_error(self, e) -> LLMError:
-        """A 4xx or 5xx reply. A 429 for want of money is no rate limit: no pause will mend it."""
-        code, broke = e.status_code, "insufficient_quota" in str(e)
-        text = self.without_key(str(e))[:300]
-        again = not broke and (code in (408, 409, 429) or code >= 500)
-        pause = retry_after(e.response.headers)
-        return LLMError(f"HTTP {code}: {text}", code in FATAL or broke, again, pause)
 
     def _count(self, **more) -> None:
         with self.lock:
@@ -256,6 +289,17 @@ def retry_after(headers) -> float:
 
 
 # -------------------------------------------------------------------------------------------------- Batch API
+def open_batches(directory) -> dict[str, dict]:
+    """The batches that earlier runs wrote and nobody has collected yet: name -> state."""
+    states = (json.loads(p.read_text()) for p in sorted(Path(directory).glob("*.json")))
+    return {s["name"]: s for s in states if not s["collected"]}
+
+
+def pending(directory) -> list:
+    """The tags of their questions."""
+    return [tag for state in open_batches(directory).values() for tag in state["tags"]]
+
+
 class Batches:
     """Many questions at half the price, answered within a day. State is kept in `directory`, one NAME.json
     per batch, so that a killed run finds its batches again: the name travels as the batch's metadata, and a
@@ -268,20 +312,15 @@ class Batches:
         self.url = "/v1/responses" if client.api == "responses" else "/v1/chat/completions"
         self.openai = client.openai.with_options(max_retries=client.retries)
         self.directory.mkdir(parents=True, exist_ok=True)
-        states = (json.loads(p.read_text()) for p in sorted(self.directory.glob("*.json")))
-        self.open = {s["name"]: s for s in states if not s["collected"]}
+        self.open = open_batches(self.directory)
         for file in self.directory.glob("*.jsonl"):
             if file.stem not in self.open:
                 file.unlink()  # a kill left it half written
 
-    def pending(self) -> list:
-        """The tags that earlier runs asked for and nobody has collected yet."""
-        return [tag for state in self.open.values() for tag in state["tags"]]
-
     def run(self, questions):
         """Yield (tag, Answer or LLMError) for what is pending and for `questions`, an iterator of (tag,
-        body); a tag is any JSON value. A batch is marked as collected when its last answer has been taken. A
-        question that an expired batch left open is not yielded."""
+        body); a tag is any JSON value. A batch is marked as collected when its last answer has been taken and
+        the next one is asked for. The error is `transient` where the batch left a question open."""
         import openai
         try:
             yield from self._run(questions)
@@ -338,8 +377,8 @@ class Batches:
             batch = next((b for b in self.openai.batches.list(limit=100) if b.metadata == name), None)
             if not batch:
                 uploaded = self.openai.files.create(file=file, purpose="batch")
-                batch = self.openai.batches.create(completion_window="24h", endpoint=self.url,
-                                                   input_file_id=uploaded.id, metadata=name)
+                batch = self.client.openai.batches.create(  # never tried twice: a second one is paid for too
+                    completion_window="24h", endpoint=self.url, input_file_id=uploaded.id, metadata=name)
             state["batch"] = batch.id
             self._save(state)
         file.unlink(missing_ok=True)
@@ -354,23 +393,29 @@ class Batches:
             problems = "; ".join(str(e.message) for e in (batch.errors and batch.errors.data) or [])
             self._save(state | {"collected": True})  # its questions are asked again by the next run
             raise LLMError(f"batch {batch.id} was not accepted: {problems[:300]}", fatal=True)
-        for file in filter(None, (batch.output_file_id, batch.error_file_id)):
-            for line in self.openai.files.content(file).iter_lines():
-                o = json.loads(line) if line.strip() else {"custom_id": "-1"}
-                if 0 <= int(o["custom_id"]) < len(state["tags"]):
-                    yield state["tags"][int(o["custom_id"])], self._result(o)
+        files = [self.openai.files.content(file).content.splitlines()  # of bytes: at \n, not at U+2028
+                 for file in (batch.output_file_id, batch.error_file_id) if file]
+        left = dict(enumerate(state["tags"]))
+        # in turns: many errors one after another are to mean that nothing works
+        for line in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*files))):
+            o = json.loads(line)
+            if (k := int(o["custom_id"])) in left:
+                yield left.pop(k), self._result(o)
+        for tag in left.values():
+            yield tag, LLMError(f"batch: no answer, it is {batch.status}", transient=True)
 
     def _result(self, o: dict):
-        response = o.get("response") or {}
+        response, error = o.get("response"), o.get("error") or {}
+        if not response:  # batch_expired, batch_cancelled, request_timeout
+            return LLMError(f"batch: {error.get('code')}: {error.get('message')}", transient=True)
+        if response.get("status_code") != 200:
+            return status_error(response.get("status_code") or 500, str(response.get("body") or error))
         try:
-            if response.get("status_code") != 200:
-                problem = str(o.get("error") or response.get("body"))[:300]
-                raise ValueError(f"HTTP {response.get('status_code')}: {problem}")
             answer = read_reply(self.client.api, response["body"])
-        except ValueError as e:
-            return LLMError(f"batch: {e}")
+        except (ValueError, KeyError, AttributeError) as e:
+            return LLMError(f"batch: not a reply: {e}", transient=True)
         self.client._count(requests=1, **answer.usage)
-        return replace(answer, usage=answer.usage | {"batch": True})
+        return replace(answer, usage={f"batch_{kind}": n for kind, n in answer.usage.items()})
 
 
 # --------------------------------------------------------------------------------------------------- verdicts
@@ -379,7 +424,7 @@ _LEAD = re.compile(r"^\W*((the|my|final|student's)\s+)*(verdict|judge?ment|answe
 
 def read_verdict(text: str, yes: str = "correct", no: str = "incorrect",
                  also_no: tuple = ("partially correct",)) -> bool | None:
-    """A judge's reply -> True, False, or None where it is unclear (lessons.md 5.7, row 71).
+    """A judge's reply -> True, False, or None where it is unclear.
 
     The verdict is the last line, or what follows "verdict:", "the answer is" there; quotes, stars, a full
     stop and case do not count. A sentence that merely contains the word is no verdict: "not incorrect" ->

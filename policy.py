@@ -16,6 +16,7 @@ import inspect
 import io
 import json
 import re
+import sys
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,6 +133,9 @@ def need_model(path) -> None:
     """UserError unless `path` is a Qwen2.5-VL with its tokenizer and image processor; reads no weights."""
     load_config(path)
     Inputs(path)
+    if not torch.cuda.is_available() and (n := parameter_count(path)) > 1e9:
+        print(f"{path}: {n / 1e9:.1f} G parameters, and torch sees no GPU: an answer will take minutes here",
+              file=sys.stderr)
 
 
 def parameter_count(path) -> int:
@@ -231,7 +235,7 @@ def plain(text: str) -> str:
 
 def forward_hidden(model, inputs: dict) -> torch.Tensor:
     """(N, S, H) last hidden states. Raises ValueError without mm_token_type_ids: transformers would silently
-    fall back to one-dimensional positions (lessons.md E10)."""
+    fall back to one-dimensional positions."""
     if "mm_token_type_ids" not in inputs:
         raise ValueError("mm_token_type_ids is missing: "
                          "the positions of image tokens would be silently wrong")
@@ -265,7 +269,7 @@ class Policy:
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The adapter's parameters by name: chosen by name, not by requires_grad,
-        which PEFT flips (lessons.md E16)."""
+        which PEFT flips."""
         found = {n: p for n, p in self.peft.named_parameters() if ".lora_" in n and f".{self.role}." in n}
         assert found and all(p.requires_grad for p in found.values()), "the adapter is not trainable"
         return found
@@ -305,7 +309,9 @@ class Policy:
     @torch.inference_mode()
     def sample(self, requests: list) -> list[Sample]:
         """One response per request (system, user, png, seed, temperature, max_new_tokens), in one batch.
-        Requests with the same prompt, as a task's K plans, share one prefill."""
+        Equal prompts of the batch share one prefill: a task's K plans, and those first steps of a plan whose
+        pages opened in time for it. The cache grows with every token: decoding with static shapes (compiled,
+        in CUDA graphs) would pay on a GPU only, was not measured on one, and is not there."""
         self._recompute(False)
         encoded = [self.encode(q.system, q.user, q.png) for q in requests]
         features = self.see([q.png for q in requests])
@@ -362,7 +368,7 @@ class Policy:
         same prompt share its forward and backward pass.
 
         `reference` = without the adapter. Raises ValueError for a response that contains a banned id: its
-        probability is 0, and an image id would also break the forward pass (lessons.md E12).
+        probability is 0, and an image id would also break the forward pass.
         """
         for s in samples:
             if bad := set(s.response_ids) & set(self.inputs.banned):

@@ -201,7 +201,7 @@ Coordinates are pixels of the screenshot that you see.
     "grounder_user": "{description}",
 }
 
-# ScaleCUA's names -> ours (formats.md 3.1, 3.4). The file whose planning prompt has {task_instruction} is for
+# ScaleCUA's names -> ours. The file whose planning prompt has {task_instruction} is for
 # its planner.
 SCALECUA = {"sys_prompt_planning_cot": "actor_system_think", "sys_prompt_planning_withoutcot": "actor_system",
             "user_prompt_planning": "actor_user", "sys_prompt_grounding": "grounder_system",

@@ -233,7 +233,7 @@ def hierarchy(episodes: list[dict]) -> dict:
     flat = [e for g in plans for p in g for e in p]
     return {"groups": len(plans), "tasks": len({k[1:3] for k in groups}),
             "mean_S": average(s.mean() for s in S),
-            "S_std": average(s.std(ddof=1) for s in S), "zero_adv_D": average(np.ptp(s) == 0 for s in S),
+            "S_std": average(s.std() for s in S), "zero_adv_D": average(np.ptp(s) == 0 for s in S),
             "zero_adv_A": average(len({e["reward"] for e in p}) == 1 for g in plans for p in g),
             "adv_D_std": spread(e.get("adv_D") for e in flat),
             "adv_A_std": spread(e.get("adv_A") for e in flat),
@@ -257,8 +257,9 @@ def spread(values) -> float:
 
 
 def best_plan_not_rewarded(plans: list, S: list, luck_share: float) -> float:
-    """E24's question at this run's success rates. A plan's rate is its S_i drawn to its group's mean until
-    they vary as little as S_i would without luck; a group of equal S_i has no best plan."""
+    """How often luck hides a group's best plan, at this run's success rates. A plan's rate is its S_i drawn
+    to its group's mean until they vary as little as S_i would without luck; a group of equal S_i has no best
+    plan."""
     rng, keep, missed = np.random.default_rng(0), math.sqrt(max(0.0, 1 - luck_share)), []
     for g, s in zip(plans, S):
         if np.ptp(s) > 0:

@@ -1,4 +1,4 @@
-"""Task + plan + policy -> episode: what an environment is, the episode loop, the threaded pool, the log.
+"""Task + plan + policy -> episode: what an environment is, the episode loop, the threaded pool.
 
 Every thread of the pool has a browser of its own (browser.py). The threads put their generation requests into
 one queue; the calling thread, which owns the models, answers whatever has gathered there in dynamic batches.
@@ -77,7 +77,7 @@ class Environment:
         return False
 
     def judge(self, task: Task, session: Session, answer: str) -> Verdict:
-        """The terminal reward; called once, after the last step."""
+        """The terminal reward; called once, after the last step. Without one, the episode is run again."""
         raise NotImplementedError
 
     def leave(self, session: Session) -> dict:
@@ -154,21 +154,21 @@ class Group:
 @dataclass(frozen=True)
 class RolloutConfig:
     """The settings of stages 3 and 4 that say where and how episodes happen; their Config extends it."""
-    env: str = "webarena"                         # environment: env_NAME.py
-    split: str = "train647"                       # which of its tasks
-    tasks: str = ""                               # miniwob: page names; webarena: task file
+    env: str = "webarena"                         # environment: miniwob or webarena (env_NAME.py)
+    split: str = "train647"                       # which tasks; webarena: README; miniwob: demo, train, eval
+    tasks: str = ""                               # miniwob: page names; webarena: task file or folder
     instances: int = 100                          # miniwob: instances per page and split
     scale: float = 1.0                            # miniwob: screenshot pixels per CSS pixel
     sites: str = "sites.json"                     # webarena: addresses, accounts, replicas, resets
     patch: str = ""                               # webarena: file with repairs of tasks, by task_id
     auth: str = ""                                # webarena: directory of storage states of logins
-    leases: str = ""                              # webarena: directory that ranks on one machine share
+    leases: str = ""                              # webarena: directory of locks that all nodes share
     profile: str = "fixed"                        # webarena: evaluator; or scalecua_v2, vab, webarena
     also: str = ""                                # webarena: further profiles to score by, by commas
     judge_model: str = ""                         # webarena: model that grades answers; "": none
-    judge_base_url: str = ""                      # webarena: its server; "": OpenAI's
-    judge_api: str = "responses"                  # webarena: responses or chat
-    judge_cache: str = ""                         # webarena: directory of its answers
+    judge_base_url: str = ""                      # webarena: the judge's server; "": OpenAI's
+    judge_api: str = "responses"                  # webarena: its protocol: responses or chat
+    judge_cache: str = ""                         # webarena: directory of the judge's answers
     prompts: str = ""                             # JSON file that replaces texts of prompts.py
     threads: int = 8                              # browsers
     max_steps: int = 15                           # T, actions per episode, sec. 4.3
@@ -272,8 +272,8 @@ def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
     verdict = session.asked(lambda session: session.env.judge(episode.group.task, session, episode.answer))
     episode.reward, episode.reason, episode.rewards = verdict.reward, verdict.reason, verdict.rewards
     if verdict.reward is None:
-        episode.status, episode.fault = "infra", "verdict"
-    elif verdict.reward == 1:
+        raise ConnectionError(f"no verdict: {verdict.reason}")
+    if verdict.reward == 1:
         episode.status = "success"
 
 
@@ -395,10 +395,11 @@ class Pool(contextlib.AbstractContextManager):
                 ask = partial(self.agent.plan, group.instruction, group.png)
                 asked = [ask(k, request_seed(*key, k)) for k in range(K)]
                 group.plans = [read_plan(k, session.answer(f)) for k, f in enumerate(asked)]
-        key = (seed, group.task.id, group.task.seed, group.run)
+        key, start = (seed, group.task.id, group.task.seed, group.run), time.monotonic()
         group.plans = [Plan(k) for k in range(K)]
         kinds, error, _ = self._attempt(session, look)
-        told = {"error": error, "fault": kinds[-1] if error else "", "secrets": session.secrets}
+        told = {"error": error, "fault": kinds[-1] if error else "", "secrets": session.secrets,
+                "seconds": time.monotonic() - start}
         group.episodes = [[Episode(group, plan, m, request_seed(*key, plan.k, m), **told) for m in range(M)]
                           for plan in group.plans]
         group.episodes[0][0].retried = kinds[:-1] if error else kinds
@@ -417,6 +418,8 @@ class Pool(contextlib.AbstractContextManager):
         episode.seconds, episode.secrets = time.monotonic() - start, session.secrets
         if episode.error:
             episode.status, episode.reward, episode.fault = "infra", None, kinds.pop()
+            if episode.fault != "verdict":        # no profile counts what an earlier attempt was given
+                episode.rewards = {}
         episode.retried += kinds
         self.inbox.put(episode)
 

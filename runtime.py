@@ -14,6 +14,7 @@ import fcntl
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,9 +32,6 @@ class UserError(Exception):
 
 
 # ----------------------------------------------------------------------------------------------- command line
-DRY_RUN = "--dry_run: say what would be done and what it takes; no file stays, no model is asked"
-
-
 def launch(main, *commands, dry_run=None) -> NoReturn:
     """Run a stage: `main`, or one of `commands` when the first word names it, or, with the flag `--dry_run`,
     the function that only says what `main` would do. Never returns."""
@@ -42,13 +40,14 @@ def launch(main, *commands, dry_run=None) -> NoReturn:
     function = by_name[argv.pop(0)] if argv and argv[0] in by_name else main
     program = Path(sys.argv[0]).name + ("" if function is main else f" {function.__name__}")
     stage = Path(inspect.getfile(function)).stem
-    notes = [f"subcommands: {', '.join(sorted(by_name))}"] * bool(by_name) + [DRY_RUN] * bool(dry_run)
-    if function is main and dry_run and "--dry_run" in argv:
-        at, function = argv.index("--dry_run"), dry_run
-        del argv[at:at + (2 if argv[at + 1:at + 2] == ["true"] else 1)]
+    note = f"subcommands: {', '.join(sorted(by_name))}" if by_name and function is main else ""
+    only_say = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    if dry_run and function is main:
+        only_say.add_argument("--dry_run", type=_boolean, nargs="?", const=True, metavar="BOOL", help=(
+            "say what would be done and what it takes; no file stays, no model is asked (default False)"))
     try:
-        function(parse_args(config_class(function), argv, program, stage,
-                            notes if function is main else ()))
+        cfg = parse_args(config_class(function), argv, program, stage, note, only_say)
+        (dry_run if getattr(only_say.parse_known_args(argv)[0], "dry_run", False) else function)(cfg)
     except Exception as e:
         if not (said := remedy(e)):
             raise                                 # a bug: the traceback is what helps
@@ -65,11 +64,16 @@ def remedy(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     if type(error).__name__ == "OutOfMemoryError":
-        return (f"the GPU's memory is full ({str(error).splitlines()[0][:120]}): lower --micro_batch, "
-                f"--batch_size or --max_batch, or use more GPUs; the same command goes on where it stopped")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (f"no space left on the disk for {error.filename or 'the run directory'}: make room (old "
-                f"runs/), then the same command goes on where it stopped")
+        return (f"the GPU's memory is full ({str(error).splitlines()[0][:120]}): lower --max_batch (answers "
+                f"at once), --micro_batch (stage 3) or --row_tokens (stage 2, or use more GPUs); the same "
+                f"command goes on where it stopped")
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if full or re.search("No space left|file write failed|unexpected pos", str(error)):  # torch's, too
+        where = getattr(error, "filename", None) or "the run directory"
+        return (f"no space left on the disk for {where}: make room (old runs/), then the same command goes "
+                f"on where it stopped")
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}: run ./setup.sh, then `source .venv/bin/activate`"
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
         return f"no permission for {error.filename or 'a file'}: give a place of your own (--run_dir, --out)"
     return ""
@@ -80,17 +84,18 @@ def config_class(function):
     return next(iter(inspect.signature(function).parameters.values())).annotation
 
 
-def parse_args(Config, argv=None, program=None, stage=None, notes=()):
-    """Command line -> Config. Types come from the defaults, help from the trailing comments.
+def parse_args(Config, argv=None, program=None, stage=None, note="", *parents):
+    """Command line -> Config. Types come from the defaults, help from the trailing comments; flags of the
+    parsers `parents` are known and shown, and left to the caller.
 
     Unknown flags are errors. Precedence: field default < presets in the order given < flags. A string value
-    may name other fields (`runs/sft_{role}`). Raises UserError for a preset that does not exist or names an
-    unknown field.
+    may name other fields (`runs/sft_{role}`). Raises UserError for a preset that does not exist, is no TOML
+    or names an unknown field.
     """
     parser = argparse.ArgumentParser(
         program, description=(sys.modules[Config.__module__].__doc__ or "").strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        epilog="\n".join(notes))
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, parents=parents,
+        epilog=note)
     parser.add_argument("--preset", action="append", default=[], metavar="NAME|FILE",
                         help="values from demo/NAME.toml or a TOML file; may be repeated, later ones win")
     comments = field_comments(Config)
@@ -102,11 +107,10 @@ def parse_args(Config, argv=None, program=None, stage=None, notes=()):
                             metavar=f.type.__name__.upper(), **alone,
                             help=f"{comments.get(f.name, '')} ({shown})".strip().replace("%", "%%"))
     args = vars(parser.parse_args(argv))
-    values = {}
+    values, known = {}, {f.name for f in dataclasses.fields(Config)}
     for preset in args.pop("preset"):
         values |= read_preset(preset, stage or Path(inspect.getfile(Config)).stem, args)
-    values |= {k: v for k, v in args.items() if v is not None}
-    known = {f.name for f in dataclasses.fields(Config)}
+    values |= {k: v for k, v in args.items() if k in known and v is not None}
     if unknown := sorted(set(values) - known):
         raise UserError(f"the preset sets {', '.join(unknown)}, which {Config.__name__} does not have")
     missing = [f.name for f in dataclasses.fields(Config)
@@ -124,7 +128,10 @@ def read_preset(name: str, stage: str, flags: dict) -> dict:
     if not path.is_file():
         raise UserError(f"preset {name}: no file {path}; name a TOML file or one of "
                         f"{', '.join(sorted(p.stem for p in (ROOT / 'demo').glob('*.toml')))}")
-    table = tomllib.loads(path.read_text()).get(stage, {})
+    try:
+        table = tomllib.loads(path.read_text()).get(stage, {})
+    except tomllib.TOMLDecodeError as e:
+        raise UserError(f"preset {path}: no TOML: {e}; mend that line") from None
     special = {k: table.pop(k) for k in [k for k, v in table.items() if isinstance(v, dict)]}
     for field, by_value in special.items():
         table |= by_value.get(flags.get(field), {})
@@ -166,6 +173,8 @@ def process_group():
     local = int(os.environ.get("LOCAL_RANK", 0))
     cuda = torch.cuda.is_available()
     if cuda:
+        if local >= (n := torch.cuda.device_count()):
+            raise UserError(f"process {local} has no GPU: torch sees {n} here; give --nproc_per_node={n}")
         torch.cuda.set_device(local)
     device = f"cuda:{local}" if cuda else "cpu"
     if "RANK" not in os.environ:
@@ -184,8 +193,8 @@ def process_group():
 
 
 def all_reduce_flat_(tensors: list) -> None:
-    """Sum a list of same-dtype tensors over all ranks in place, in one collective
-    (lessons.md E19: exact with uneven work)."""
+    """Sum a list of same-dtype tensors over all ranks in place, in one collective:
+    exact also where ranks have uneven work, which averaging per rank is not."""
     import torch
     import torch.distributed as dist
     if not dist.is_initialized() or dist.get_world_size() == 1 or not tensors:
@@ -270,11 +279,13 @@ def write_atomic(path, data: str | bytes) -> None:
 
 
 def append_jsonl(path, objects: list[dict]) -> None:
-    """Append whole lines in one write, so that no kill or second rank leaves a half line in the middle."""
-    data = "".join(json.dumps(o, ensure_ascii=False) + "\n" for o in objects).encode()
+    """Append whole lines in one write, so that no kill or second rank leaves a half line in the middle. A
+    full disk that takes only a part raises at the next write; `read_jsonl` leaves that half line out."""
+    data = "".join(json.dumps(o, ensure_ascii=False) + "\n" for o in objects).encode(errors="replace")
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(fd, data)
+        while data:
+            data = data[os.write(fd, data):]
     finally:
         os.close(fd)
 

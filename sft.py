@@ -4,13 +4,14 @@
     torchrun --nproc_per_node=8 sft.py --role decomposer --model QWEN --meta M.json --decompositions D.jsonl
     torchrun --nproc_per_node=8 sft.py --role actor --model QWEN --meta M.json --decompositions D.jsonl
     --use_plan false trains the actor without subtasks, which two rows of table 2 start from
-    python sft.py export --run_dir RUN                     # RUN/hf from an unfinished run's newest checkpoint
+    python sft.py export --run_dir RUN              # RUN/hf_so_far from an unfinished run's newest checkpoint
 
 In:  GUI records in ScaleCUA's form (formats: trajectories.py) and the decompositions.jsonl of stage 1.
 Out: RUN/hf, a plain Hugging Face directory; RUN/log.jsonl (one object per optimizer step) and RUN/eval.jsonl;
 RUN/quarantine.jsonl (what was left out, and why); RUN/checkpoints/N; RUN/index.npy (data.py).
 Decomposer: (x, o_0) -> d, one example per trajectory. Actor: (x, o_t, h_t, d) -> a_t, one per record.
 
+A 7B takes 16 bytes a parameter while it trains (133 GB): eight GPUs of 80 GB, 44 GB each (`--dry_run`).
 On several ranks the model is sharded by FSDP2 (the paper's ZeRO-3): float32 masters, bfloat16 compute,
 float32 reduction. The loss is the mean over all target tokens of an optimizer step, which takes the next
 `global_batch` examples; ranks, packing and micro-batches change nothing but rounding. PAPER-GAP 9: everything
@@ -29,7 +30,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -111,7 +111,7 @@ def datasets(cfg: Config, inputs: Inputs, world, run: Path) -> tuple[data.Steps,
         data.write_index(run / "index.npy", cfg.role, cfg.meta, plans, inputs,
                          trajectories.Quarantine(run / "quarantine.jsonl"))
     gather_objects(None, world)
-    table = np.load(run / "index.npy", mmap_mode="r")
+    table = data.read_index(run / "index.npy", plans)
     rows, held = data.split(table, cfg.held_out, cfg.seed)
     if not len(rows):
         raise UserError(f"no examples for the {cfg.role}: {cfg.meta} and {cfg.decompositions} have no "
@@ -449,14 +449,16 @@ def peak_memory(world) -> float:
 # ----------------------------------------------------------------------------------------------------- export
 @dataclass(frozen=True)
 class ExportConfig:
-    run_dir: str                         # run directory; its newest checkpoint becomes RUN/hf
-    out: str = "{run_dir}/hf"                # directory to write
+    run_dir: str                         # run directory, whose newest checkpoint is taken
+    out: str = "{run_dir}/hf_so_far"         # directory to write; RUN/hf is what a finished run writes
 
 
 def export(cfg: ExportConfig) -> None:
     run = Path(cfg.run_dir)
     if not (run / "config.json").is_file():
         raise UserError(f"{run} is no run directory: no config.json there; give a training run's --run_dir")
+    if Path(cfg.out).resolve() == (run / "hf").resolve():
+        raise UserError(f"--out {cfg.out} would mark the run as finished; give another directory")
     newest = latest_checkpoint(run / "checkpoints")
     if newest is None:
         raise UserError(f"{run} has no complete checkpoint yet; one is written every --save_every steps")

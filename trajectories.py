@@ -7,7 +7,7 @@ to a quarantine file, one line {"where", "reason"}; every irregularity that is h
 `Quarantine.counts`.
 
 A step's coordinates are kept as fractions of the image (0-1), whatever the file had; `Record.action(w, h)`
-writes them in pixels. PAPER-GAPs, the paper does not say how trajectories are rebuilt (formats.md 6.3):
+writes them in pixels. PAPER-GAPs, the paper does not say how trajectories are rebuilt:
 - a trajectory = the records of one task text in one image directory, in the order of their history's length;
   a record joins the run whose operations are its history, so two runs of a task in one directory stay apart;
 - a missing or unreadable step is a gap: its words are taken from a later step's history, its screenshot is
@@ -94,6 +94,24 @@ class Trajectory:
             else:
                 out.append((last.history[k], None))
         return out
+
+
+def complete_lines(path: Path, repair: bool = False) -> Iterator[dict]:
+    """Objects of a JSONL file, one at a time. A last line that a kill cut short is not read, and with
+    `repair` it is cut off. Raises UserError for any other line that is no JSON."""
+    if not path.exists():
+        return
+    with open(path, "rb+" if repair else "rb") as f:
+        for number, line in enumerate(f, 1):
+            if not line.endswith(b"\n"):
+                if repair:
+                    f.truncate(f.tell() - len(line))
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as e:
+                raise runtime.UserError(f"{path}:{number}: not a JSON line ({e}); remove or repair it"
+                                        ) from None
 
 
 class Quarantine:
@@ -234,7 +252,7 @@ def _fields(line: str | bytes) -> tuple[str, str, str, int, int]:
     """(image, human text, assistant text, width, height) of a line."""
     try:
         o = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"not a JSON line ({e})") from None
     image = o.get("image") if isinstance(o, dict) else None
     if isinstance(image, list):
@@ -243,14 +261,17 @@ def _fields(line: str | bytes) -> tuple[str, str, str, int, int]:
         image = image[0]
     if not isinstance(image, str) or not image:
         raise ValueError("no image")
-    turns = [t for t in o.get("conversations") or [] if isinstance(t, dict) and t.get("from") != "system"]
+    turns = o.get("conversations")
+    turns = [t for t in turns if isinstance(t, dict)] if isinstance(turns, list) else []
+    turns = [t for t in turns if t.get("from") != "system"]
     texts = [t.get("value") for t in turns]
     if [t.get("from") for t in turns] != ["human", "gpt"] or not all(isinstance(t, str) for t in texts):
         raise ValueError("the conversation is not one question and one answer")
     try:
-        width, height = int(o["width"]), int(o["height"])
-    except (KeyError, TypeError, ValueError):
+        width, height = int(float(o["width"])), int(float(o["height"]))
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ValueError("no width and height") from None
+    "".join([image, *texts]).encode()  # half a surrogate pair is a ValueError too
     if min(width, height) < MIN_SIDE:
         raise ValueError(f"an image of {width}x{height}; {MIN_SIDE} pixels a side are needed")
     return image, *texts, width, height
@@ -325,8 +346,12 @@ def read_image(path: Path) -> tuple[bytes, tuple[int, int]]:
 # ----------------------------------------------------------------------------------------------- trajectories
 def trajectory_id(instruction: str, image: Path) -> str:
     """Name of a trajectory, from any one of its records: the image directory and a hash of the task text."""
-    directory = image.parent.parent if image.parent.name == "images" else image.parent
-    return "/".join(directory.parts[-2:]) + "#" + blake2b(instruction.encode(), digest_size=4).hexdigest()
+    names = directory(image).parts[-2:]
+    return "/".join(names) + "#" + blake2b(instruction.encode(), digest_size=4).hexdigest()
+
+
+def directory(image: Path) -> Path:
+    return image.parent.parent if image.parent.name == "images" else image.parent
 
 
 def build_trajectories(records: Iterable[Record], quarantine: Quarantine | None = None) -> list[Trajectory]:
@@ -402,8 +427,10 @@ def _assemble(records: list[Record], quarantine: Quarantine) -> list[Trajectory]
     runs: list[dict[int, Record]] = []
     for r in sorted(records, key=lambda r: len(r.history)):
         k = len(r.history)
-        fitting = [run for run in runs if [run[i].line for i in range(k) if i in run]
-                   == [r.history[i] for i in range(k) if i in run]] or runs
+        # another directory may end in the same two names: the id is the same, the trajectory is not
+        here = [run for run in runs if directory(run[0].image) == directory(r.image)]
+        fitting = [run for run in here if [run[i].line for i in range(k) if i in run]
+                   == [r.history[i] for i in range(k) if i in run]] or here
         if any(k in run and (run[k].image, run[k].calls) == (r.image, r.calls) for run in fitting):
             quarantine.note("the same step twice")
         elif k == 0:

@@ -233,7 +233,7 @@ NO_ONE_OF = ("exact_match", "must_include", "must_exclude", "required_values", "
 
 @dataclass(frozen=True)
 class Profile:
-    """How one evaluator scores (formats.md 4.1-4.5)."""
+    """How one evaluator scores."""
     clean: Callable                  # str -> str, what happens to the answer first
     rules: dict                      # the rules of string_match and of program_html's required_contents
     url: Callable                    # (page's address, references, note) -> bool

@@ -29,7 +29,7 @@ from runtime import UserError, write_atomic
 
 READ_ONLY = {"map", "wikipedia", "homepage"}  # nothing that an agent does there changes them
 KNOWN = {"shopping", "shopping_admin", "reddit", "gitlab"} | READ_ONLY
-ACCOUNTS = {  # the benchmark's own, public constants (formats.md 2.6)
+ACCOUNTS = {  # the benchmark's own, public constants
     "shopping": ("emma.lopez@gmail.com", "Password.123"), "shopping_admin": ("admin", "admin1234"),
     "reddit": ("MarvelsGrantMan136", "test1234"), "gitlab": ("byteblaze", "hello1234"),
     "shopping_site_admin": ("admin", "admin1234")}  # the last for the shop's REST interface
@@ -254,8 +254,7 @@ def _write_state(path: Path, order: int, dirty: bool) -> None:
 @dataclass(frozen=True)
 class Door:
     """A site's log-in form. Fields are (how to find it, text); `inside` is a page that only members see,
-    `keyword` a word on it; without a keyword, a visitor without a session is sent elsewhere (formats.md 2.6).
-    """
+    `keyword` a word on it; without a keyword, a visitor without a session is sent elsewhere."""
     form: str
     user: tuple[str, str]
     password: tuple[str, str]

@@ -37,8 +37,8 @@ def read_split(source: str, split: str) -> tuple[list[dict], str]:
         return read_tasks(found), split
     if split == "train647":
         return derive_train(read_split(source, "all812")[0], read_split(source, "lite165")[0]), split
-    raise UserError(f"split {split}: no {FILES[split][0]} in {path}; --tasks names a task file, or the "
-                    f"folder with the task files")
+    raise UserError(f"split {split}: no {' or '.join(FILES[split])} in {path}; --tasks names a task file, or "
+                    f"the folder with the task files")
 
 
 def read_tasks(path) -> list[dict]:

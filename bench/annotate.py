@@ -2,14 +2,16 @@
 is used?
 
     python bench/annotate.py                         # 2,000 trajectories, about two minutes; one JSON line
-    last python bench/annotate.py --n 100 --kills 1       # seconds
+    python bench/annotate.py --n 100 --kills 1       # seconds
+    python bench/annotate.py memory --n 33334        # reading alone, 100,002 records: half a minute
 
 The server has a fixed latency and a limit of requests at a time (more wait in line), and a seeded mix of
 faults: 429 with Retry-After, 500, no answer in time, closed connections, half answers, refusals, cut-off
 answers, wrong forms; some questions always get the same bad one. `annotate.py` is killed (SIGKILL) `kills`
 times and started again. `rate_vs_server`: requests the server finished while it had any, per second, over
 what it can do (limit / latency), in the last, unbroken run; `rss_growth_mb`: of that run, from its first
-tenth to its end. `Faulty` and `make_data` are also what tests/test_annotate.py uses.
+tenth to its end (of `memory` too; its `index_mb` is what opening the files takes). `Faulty` and `make_data`
+are also what tests/test_annotate.py uses.
 """
 
 import hashlib
@@ -32,6 +34,7 @@ from PIL import Image, ImageDraw
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import runtime  # noqa: E402  (the project root is not a package)
+import trajectories  # noqa: E402
 from demo import teacher  # noqa: E402
 
 GOOD = teacher.appendix_a({"subtasks": [{"title": "Open the page", "goal": "The page is open."},
@@ -138,17 +141,24 @@ def make_data(directory: Path, n: int, steps: int = 3) -> Path:
         for i in range(n):
             folder = directory / f"t{i:06d}" / "images"
             folder.mkdir(parents=True)
-            history = []
             for k in range(steps):
                 os.link(images / f"{k}.png", folder / f"{k}.png")
-                before = "\n".join(f'Step {j}: "{line}"' for j, line in enumerate(history, 1)) or "None"
-                action = "terminate(status='success')" if k == steps - 1 else "click(x=0.5, y=0.25)"
-                ask = f"<image>\nGo on.\n\nTask: Task number {i}\n\nPrevious operations:\n{before}"
-                do = f"<operation>\nDo {k}\n</operation>\n<action>\n{action}\n</action>"
-                f.write(json.dumps({"image": f"t{i:06d}/images/{k}.png", "width": 1280, "height": 720,
-                                    "conversations": [{"from": "human", "value": ask},
-                                                      {"from": "gpt", "value": do}]}) + "\n")
-                history.append(f"Do {k}")
+                f.write(record(i, k, steps))
+    return write_meta(directory)
+
+
+def record(i: int, k: int, steps: int) -> str:
+    """The line of trajectory i's step k."""
+    before = "\n".join(f'Step {j + 1}: "Do {j}"' for j in range(k)) or "None"
+    action = "terminate(status='success')" if k == steps - 1 else "click(x=0.5, y=0.25)"
+    ask = f"<image>\nGo on.\n\nTask: Task number {i}\n\nPrevious operations:\n{before}"
+    do = f"<operation>\nDo {k}\n</operation>\n<action>\n{action}\n</action>"
+    turns = [{"from": "human", "value": ask}, {"from": "gpt", "value": do}]
+    return json.dumps({"image": f"t{i:06d}/images/{k}.png", "width": 1280, "height": 720,
+                       "conversations": turns}) + "\n"
+
+
+def write_meta(directory: Path) -> Path:
     meta = directory / "meta.json"
     meta.write_text(json.dumps({"bench": {
         "root": str(directory), "annotation": str(directory / "annotations.jsonl"),
@@ -216,5 +226,22 @@ def main(cfg: Config) -> None:
                           "rss_growth_mb": round(max(sizes) - sizes[0], 1)}))
 
 
+def memory(cfg: Config) -> None:
+    """What reading `n` trajectories takes, without their screenshots, which are read one at a time."""
+    with tempfile.TemporaryDirectory() as directory:
+        with open(Path(directory) / "annotations.jsonl", "w") as f:
+            f.writelines(record(i, k, cfg.steps) for i in range(cfg.n) for k in range(cfg.steps))
+        meta, begin, before = write_meta(Path(directory)), time.monotonic(), rss_mb(os.getpid())
+        files = trajectories.TrajectoryFiles(meta, trajectories.Quarantine())
+        opened, sizes = rss_mb(os.getpid()), []
+        for i, _ in enumerate(files, 1):
+            if i % max(1, cfg.n // 10) == 0:
+                sizes.append(rss_mb(os.getpid()))
+        seconds = time.monotonic() - begin
+        print(json.dumps({"records": cfg.n * cfg.steps, "trajectories": i, "seconds": round(seconds, 1),
+                          "index_mb": round(opened - before, 1),
+                          "rss_growth_mb": round(max(sizes) - sizes[0], 1)}))
+
+
 if __name__ == "__main__":
-    runtime.launch(main)
+    runtime.launch(main, memory)

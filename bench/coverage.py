@@ -1,4 +1,4 @@
-"""Does the 95 % interval of `analysis.py compare` hold the truth as often as it says? (lessons.md E25)
+"""Does the 95 % interval of `analysis.py compare` hold the truth as often as it says?
 
     python bench/coverage.py        2,000 simulated experiments of the paper's size, about a minute on one CPU
 

@@ -2,6 +2,8 @@
 
     python bench/gpu_7b.py sft              # stage 2 on packed rows; a few minutes on one GPU of 80 GB
     python bench/gpu_7b.py sft --dry_run    # the arithmetic only; so does a machine without a GPU
+    python bench/gpu_7b.py rl               # stage 3: generation and update; minutes on one GPU of 80 GB
+    python bench/gpu_7b.py rl --rehearse    # at small sizes on any device: does it run?
 
 Qwen2.5-VL-7B's dimensions are set explicitly and its weights are random: nothing is downloaded. One GPU
 cannot hold the training state of all 28 decoder layers (16 bytes a parameter: 133 GB), so `sft` measures the
@@ -9,26 +11,38 @@ whole vision tower, embedding and head with two depths of the decoder, on the co
 sft.TargetLogp, AdamW), and extends time and memory along the straight line through them. What eight GPUs add
 is not measured: the transfers between them, which FSDP2 hides behind the computation as far as it can.
 
+`rl` keeps both roles on the GPU, with adapters of r = 32, as training does. Every generation batch has new
+screenshots, as nearly every step of a run has: image processing, vision tower and prefill are in its time.
+The update's screenshots are those of generation, whose features samples carry, so the tower is in neither
+its time nor its operations. `costs` is what bench/simulate.py --gpu takes in place of its assumptions.
+
 The result goes to bench/results/NAME_7b_DEVICE.json and, as JSON, to the last line.
 """
 
+import io
 import json
 import re
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import data  # noqa: E402  (the project root is not a package)
 import flops  # noqa: E402
+import grpo_hier  # noqa: E402
+import policy as room  # noqa: E402
 import runtime  # noqa: E402
 import sft as stage_2  # noqa: E402
 from attention import group_windows, separate_records  # noqa: E402
+from demo import tiny_model  # noqa: E402
 
 IMAGE_ID, LAYERS = 151655, 28
 
@@ -48,7 +62,7 @@ def config_7b(layers: int = LAYERS, narrow: int = 1):
               "window_size": 112, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
               "in_channels": 3}
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE_ID // narrow,
-                            tie_word_embeddings=False)
+                            video_token_id=(IMAGE_ID + 1) // narrow, tie_word_embeddings=False)
 
 
 def parameters(config) -> dict[str, int]:
@@ -61,10 +75,10 @@ def parameters(config) -> dict[str, int]:
     return parts | {"rest": count(model) - sum(parts.values()), "all": count(model)}
 
 
-def random_model(config, device: str):
+def random_model(config, device: str, dtype: str = "float32"):
     from transformers import Qwen2_5_VLForConditionalGeneration
     with torch.device(device):
-        return group_windows(Qwen2_5_VLForConditionalGeneration(config).float())
+        return group_windows(Qwen2_5_VLForConditionalGeneration(config).to(getattr(torch, dtype)))
 
 
 def device_name() -> str:
@@ -204,6 +218,126 @@ def sft_measured(layers: int, cfg: SftConfig, device: str) -> dict:
     return result
 
 
+# --------------------------------------------------------------------------------------------------------- rl
+@dataclass
+class RlConfig:
+    batches: str = "1,8,32,64"           # sizes of generation batches, by commas
+    prompt: int = 2500                   # tokens of a prompt, its screenshot's among them
+    tokens: int = 128                    # tokens of every answer
+    micro_batch: int = 8                 # samples per forward and backward; an update has 32 at most
+    image_height: int = 720              # pixels of a screenshot: 1196 image tokens
+    image_width: int = 1280              # the same
+    rehearse: bool = False               # a quarter of the widths, two layers, small sizes, on any device
+
+
+def rl(cfg: RlConfig) -> None:
+    """Stage 3: speed, utilisation and memory of generation and update."""
+    if not (torch.cuda.is_available() or cfg.rehearse):
+        raise runtime.UserError("no GPU here; --rehearse tries the bench itself on a CPU")
+    if cfg.rehearse:
+        cfg = replace(cfg, batches="1,2", prompt=60, tokens=3, micro_batch=2, image_height=56,
+                      image_width=84)
+    world = runtime.World(device="cuda:0" if torch.cuda.is_available() else "cpu")
+    policies = random_policies(cfg, world.device)          # the decomposer's memory counts, too
+    actor, sizes = policies["actor"], [int(n) for n in cfg.batches.split(",")]
+    rate = flops.matrix_rate(world.device, torch.float32 if cfg.rehearse else torch.bfloat16)
+    took, first = [], []
+    for n in sizes:
+        first.append(generation(actor, n, replace(cfg, tokens=1))[0])
+        seconds, samples = generation(actor, n, cfg)
+        took.append(seconds)
+        print(f"generation, batch {n:3}: {seconds:7.2f} s, {n * cfg.tokens / seconds:8.1f} tokens/s")
+    samples = samples[:32]
+    per_pass = update_seconds(actor, samples, cfg) / grpo_hier.Config.passes / len(samples)
+    # a batch of n takes prefill * n + tokens * (step + row * n)
+    prefill = np.polyfit(sizes, first, 1)[0]
+    row, step = np.polyfit(sizes, [(t - prefill * n) / cfg.tokens for t, n in zip(took, sizes)], 1)
+    config, length, (width, height) = actor.model.config, len(samples[0].prompt_ids), samples[0].image_size
+    see = sum(flops.vision_flops(config.vision_config, [(1, height // 14, width // 14)]))
+    # no gradient is needed of frozen weights: forward and backward are twice a forward pass
+    passed = 2 * flops.language_flops(config.text_config, [length + cfg.tokens], cfg.tokens)
+    peak = stage_2.peak_memory(world)
+    write_result("rl", {
+        "device": device_name(), "matrix_tflops": rate / 1e12, "prompt_tokens": length,
+        "image_tokens": samples[0].prompt_ids.count(config.image_token_id),
+        "tokens_per_s": {n: round(n * cfg.tokens / t, 1) for n, t in zip(sizes, took)},
+        "update_samples_per_s": round(1 / per_pass / grpo_hier.Config.passes, 3),
+        "peak_gb": round(peak, 1), "fits_80_gb": peak < 80,
+        "mfu": {"prefill": (see + flops.language_flops(config.text_config, [length], 1)) / prefill / rate,
+                "update": passed / per_pass / rate},
+        "costs": {"prefill_s": round(prefill, 4), "decode_s": round(max(step, 0.0), 5),
+                  "decode_row_s": round(max(row, 0.0), 6), "train_s": round(per_pass, 4)}})
+
+
+def random_policies(cfg: RlConfig, device: str) -> dict:
+    """Both roles with random weights; the demo's tokenizer makes their prompts."""
+    torch.manual_seed(0)
+    make, load = lambda: config_7b(2, 4) if cfg.rehearse else config_7b(), room.load_model
+    room.load_model = lambda path, device, dtype: random_model(make(), device, dtype)
+    try:
+        with tempfile.TemporaryDirectory() as model:
+            tiny_model.build(tiny_model.Config(model, str(ROOT / "demo/prompts.json"), max_pixels=1003520))
+            policies = {role: room.Policy(model, role, device=device, checkpointing=True,
+                                          dtype="float32" if cfg.rehearse else "bfloat16")
+                        for role in ("actor", "decomposer")}
+    finally:
+        room.load_model = load
+    config = make()
+    for policy in policies.values():
+        inputs, encode, old = policy.inputs, policy.inputs.encode, policy.inputs.image_id
+
+        def moved(*prompt, encode=encode, old=old):
+            ids, size = encode(*prompt)
+            return [config.image_token_id if i == old else i for i in ids], size
+        inputs.encode, inputs.image_id, inputs.stop_ids = moved, config.image_token_id, []
+        inputs.banned = [config.image_token_id, config.video_token_id]
+        policy.banned = torch.tensor(inputs.banned, device=device)
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()           # weights are made in float32
+    return policies
+
+
+def requests(policy, n: int, cfg: RlConfig) -> list:
+    """Prompts of `cfg.prompt` tokens, each with a screenshot of noise that was not there before."""
+    def noise():
+        out, shape = io.BytesIO(), (cfg.image_height, cfg.image_width, 3)
+        pixels = torch.randint(256, shape, dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(out, "PNG", compress_level=1)
+        return out.getvalue()
+    words = " the" * max(0, cfg.prompt - len(policy.encode("", "", noise())[0]))
+    return [SimpleNamespace(system="", user=words, png=noise(), seed=i, temperature=0.8,
+                            max_new_tokens=cfg.tokens) for i in range(n)]
+
+
+def generation(policy, n: int, cfg: RlConfig) -> tuple:
+    """Seconds of a batch of n requests, and its samples; a batch before it is not counted."""
+    for _ in range(2):
+        asked = requests(policy, n, cfg)
+        start = now()
+        samples = policy.sample(asked)
+        seconds = now() - start
+    return seconds, samples
+
+
+def update_seconds(policy, samples: list, cfg: RlConfig) -> float:
+    """Seconds of an update; one before it is not counted."""
+    settings = replace(grpo_hier.Config(), K=1, M=len(samples), micro_batch=cfg.micro_batch)
+    optimizer = torch.optim.AdamW(policy.parameters().values(), lr=1e-5, eps=1e-12)
+    data = grpo_hier.Batch(samples, [(-1.0) ** i for i in range(len(samples))], [1] * len(samples))
+    for _ in range(2):
+        start = now()
+        grpo_hier.update(policy, optimizer, data, 1, settings, runtime.World())
+        seconds = now() - start
+    return seconds
+
+
+def now() -> float:
+    """The clock when the device has done its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 # ------------------------------------------------------------------------------------------------------- main
 @dataclass
 class Config:
@@ -211,8 +345,8 @@ class Config:
 
 
 def main(cfg: Config) -> None:
-    raise runtime.UserError("say what to measure: sft")
+    raise runtime.UserError("say what to measure: sft or rl")
 
 
 if __name__ == "__main__":
-    runtime.launch(main, sft)
+    runtime.launch(main, sft, rl)

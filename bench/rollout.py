@@ -4,7 +4,8 @@
 
 All play the same scripted episodes of MiniWoB++: open the task, then `steps` times a screenshot and a
 click, at places that end no episode, then a last screenshot and the verdict; a task is also opened once for
-the planner's first look. `bare` is the floor: the calls alone, with no wait, no bound and no recovery.
+the planner's first look. `bare` is the floor: the same calls, screenshots by the same DevTools command and
+episodes from one queue too, but with no wait, no bound and no recovery.
 BrowserGym's MiniWoB++ environment runs at its fastest setting, `pre_observation_delay` 0, in processes (its
 drivers cannot share one), in a virtual environment of its own under the user's cache folder, since it pins
 another Playwright; where it cannot be installed, its ratio is null and `why` says so. The systems take
@@ -16,8 +17,10 @@ turns, `rounds` times, because a machine's speed drifts; ratios are those of the
     mb_per_browser           memory of a browser's and its driver's processes, without what they share
 """
 
+import base64
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
@@ -107,52 +110,50 @@ def own_memory(pid: int) -> int:
 
 # -------------------------------------------------------------------------------------------------- the floor
 class Bare(threading.Thread):
-    """A thread with a browser that plays what it is told to."""
+    """A thread with a browser that plays the episodes of a queue, until None; tells each one's steps."""
 
-    def __init__(self, env, cfg):
+    def __init__(self, env, cfg, jobs: queue.SimpleQueue, done: queue.SimpleQueue):
         super().__init__(daemon=True)
-        self.env, self.cfg = env, cfg
-        self.turns, self.ready, self.steps = threading.Semaphore(0), threading.Semaphore(0), 0
-        self.tasks = []
+        self.env, self.cfg, self.jobs, self.done = env, cfg, jobs, done
 
     def run(self):
         from playwright.sync_api import sync_playwright
 
         with sync_playwright() as p:
-            args = CHROMIUM_ARGS + (["--no-sandbox"] if os.geteuid() == 0 else [])
-            browser = p.chromium.launch(executable_path=chromium(), args=args)
+            browser = p.chromium.launch(
+                executable_path=chromium(), args=CHROMIUM_ARGS, chromium_sandbox=os.geteuid() != 0
+            )
             page = browser.new_page(viewport={"width": self.env.width, "height": self.env.height})
+            wire = page.context.new_cdp_session(page)
             session = SimpleNamespace(
                 page=page, goto=lambda url: page.goto(url, wait_until="domcontentloaded")
             )
-            while True:
-                self.ready.release()
-                self.turns.acquire()
-                if self.tasks is None:
-                    break
-                for task, m in self.tasks:
-                    if m == 0:
-                        self.env.open(task, session)
-                        page.screenshot()
+
+            def screenshot():
+                return base64.b64decode(wire.send("Page.captureScreenshot", {"format": "png"})["data"])
+
+            self.done.put(0)
+            for task, m in iter(self.jobs.get, None):
+                if m == 0:
                     self.env.open(task, session)
-                    for step in range(self.cfg.steps):
-                        page.screenshot()
-                        page.mouse.click(*click_at(task.site, step))
-                        self.env.done(session)
-                        self.steps += 1
-                    page.screenshot()
-                    self.env.judge(task, session, "")
+                    screenshot()
+                self.env.open(task, session)
+                for step in range(self.cfg.steps):
+                    screenshot()
+                    page.mouse.click(*click_at(task.site, step))
+                    self.env.done(session)
+                screenshot()
+                self.env.judge(task, session, "")
+                self.done.put(self.cfg.steps)
             browser.close()
 
 
-def run_bare(threads: list, tasks: list) -> float:
-    start, before = time.monotonic(), sum(t.steps for t in threads)
-    for i, t in enumerate(threads):
-        t.tasks = tasks[i :: len(threads)]
-        t.turns.release()
-    for t in threads:
-        t.ready.acquire()
-    return (sum(t.steps for t in threads) - before) / (time.monotonic() - start)
+def run_bare(jobs: queue.SimpleQueue, done: queue.SimpleQueue, episodes: list) -> float:
+    start = time.monotonic()
+    for episode in episodes:
+        jobs.put(episode)
+    steps = sum(done.get() for _ in episodes)
+    return steps / (time.monotonic() - start)
 
 
 # ------------------------------------------------------------------------------------------------- BrowserGym
@@ -248,11 +249,12 @@ def main(cfg: Config) -> None:
     M = 6  # episodes per task, so that the first look at it costs as in training
     tasks = env.tasks("train")[: cfg.episodes]
     speeds, why, workers = {"pool": [], "bare": [], "browsergym": []}, "", []
-    floor = [Bare(env, cfg) for _ in range(cfg.threads)]
+    jobs, done = queue.SimpleQueue(), queue.SimpleQueue()
+    floor = [Bare(env, cfg, jobs, done) for _ in range(cfg.threads)]
     for thread in floor:
         thread.start()
-    for thread in floor:
-        thread.ready.acquire()
+    for _ in floor:  # all browsers are up
+        done.get()
     with Pool(Scripted(env), Prompts(), settings) as pool:
         if cfg.browsergym:
             try:
@@ -260,7 +262,7 @@ def main(cfg: Config) -> None:
             except (RuntimeError, subprocess.SubprocessError, OSError) as e:
                 why = str(e)
         run_pool(pool, tasks[: cfg.threads], 2, -1)  # every browser is up and has the pages in its cache
-        run_bare(floor, [(task, 0) for task in tasks[: 2 * cfg.threads]])
+        run_bare(jobs, done, [(task, 0) for task in tasks[: 2 * cfg.threads]])
         for session in pool.sessions:
             session.spent.clear()
         seconds = 0.0
@@ -269,7 +271,7 @@ def main(cfg: Config) -> None:
             speeds["pool"].append(run_pool(pool, tasks[: cfg.episodes // M], M, turn))
             seconds += time.monotonic() - start
             speeds["bare"].append(
-                run_bare(floor, [(task, m) for task in tasks[: cfg.episodes // M] for m in range(M)])
+                run_bare(jobs, done, [(task, m) for task in tasks[: cfg.episodes // M] for m in range(M)])
             )
             if workers:
                 speeds["browsergym"].append(run_gym(workers))
@@ -281,9 +283,9 @@ def main(cfg: Config) -> None:
             for k in ("busy", "model", "settle")
         }
         memory = statistics.median(own_memory(s.driver.pid) for s in pool.sessions if s.driver) / 2**20
+    for _ in floor:
+        jobs.put(None)
     for thread in floor:
-        thread.tasks = None
-        thread.turns.release()
         thread.join(30)
     for worker in workers:
         worker.stdin.close()

@@ -2,14 +2,14 @@
 
     python bench/sft.py                  # a few minutes on 2 cores
 
-All get the same checkpoint, the same records (screenshots of 640x360, or with --mixed of three sizes whose
-areas are to each other as those of ScaleCUA's desktops, web pages and phones; texts of very different
-lengths), the same encoding, optimizer, schedule and examples per optimizer step, in float32. `ours` is what
-sft.train runs:
-packed rows, windows grouped, logits of target positions only. `trainer` is the usual set-up: the model of
-transformers with "sdpa", micro-batches padded on the right with a mask, labels of -100, the loss of the
-model's own forward. `trl` is SFTTrainer with the same collator, in the environment that bench/loss.py makes
-(.venv-trl); where that is missing or it refuses the model, its ratios are null and the reason is printed.
+All get the same checkpoint, the same records (screenshots of three sizes whose areas are to each other as
+those of ScaleCUA's desktops, web pages and phones, or with --mixed false all of 640x360; texts of very
+different lengths), the same encoding, optimizer, schedule and examples per optimizer step, in float32.
+`ours` is what sft.train runs: packed rows, windows grouped, logits of target positions only. `trainer` is the
+usual set-up: the model of transformers with "sdpa", micro-batches padded on the right with a mask, labels of
+-100, the loss of the model's own forward. `trl` is SFTTrainer with the same collator, in the environment that
+bench/loss.py makes (.venv-trl); where that is missing or it refuses the model, its ratios are null and the
+reason is printed.
 
 Each contender runs in a process of its own, in turns; the best of `repeats` counts. Time is that of optimizer
 steps after the first two. Peak memory is the largest growth of the training process's resident memory after

@@ -1,13 +1,13 @@
 """A discrete-event model of a whole RL run: GPU-hours and wall clock of the paper's design and of ours.
 
     python bench/simulate.py --paper                      # 647 tasks x 21 episodes on eight GPUs
-    python bench/simulate.py --paper --gpu RESULT.json    # with what bench/gpu_7b_rl.py measured on a GPU
+    python bench/simulate.py --paper --gpu RESULT.json    # with what bench/gpu_7b.py rl measured on a GPU
     python bench/simulate.py --run_dir runs/demo              # how well it foretells a real run's wall clock
 
-A rank is `browsers` threads that play episodes (open, then: wait for an answer, wait for the page) and one
-GPU, which does one thing at a time: a batch of all requests that wait (at most `max_batch`) or, when none
-waits, a micro-batch of an update that is under way (`pipeline`). Ranks meet after each rollout batch and
-update.
+A rank is `threads` browsers that look at tasks (open, then wait for the K plans) and play the episodes of
+those that have plans (open, then: wait for an answer, wait for the page) and one GPU, which does one thing at
+a time: a batch of all requests that wait (at most `max_batch`) or, when none waits, a micro-batch of an
+update that is under way (`pipeline`). Ranks meet after each rollout batch and update.
 The paper's design is taken to be its lineage's: one task at a time on the node, its plans one after another,
 M episodes in lock-step with a fixed wait after each action, a separate pass for the old log-probs, all
 samples trained, on the GPUs that do not generate. That code steps its pages one by one; stepped together, the
@@ -26,7 +26,7 @@ import json
 import math
 import random
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -41,17 +41,17 @@ import runtime  # noqa: E402  (the project root is not a package)
 class Config:
     paper: bool = False                  # simulate the paper's run
     run_dir: str = ""                    # a run directory of grpo_hier.py to validate the model with
-    gpu: str = ""                        # JSON that bench/gpu_7b_rl.py printed: generation and update costs
+    gpu: str = ""                        # JSON that bench/gpu_7b.py rl wrote: generation and update costs
     tasks: int = 647                     # sec. 4.3
     K: int = 3                           # sec. 4.3
     M: int = 7                           # sec. 4.3
     gpus: int = 8                        # sec. 4.3
     steps: float = 9.0                   # assumed: mean steps of an episode, geometric, cut at max_steps
     max_steps: int = 15                  # sec. 4.3
-    tokens: int = 128                    # assumed: tokens of an action
-    browsers: int = 42                   # ours: threads per GPU
-    tasks_per_rank: int = 2              # ours: tasks of a rollout batch on each GPU
-    max_batch: int = 64                  # ours: requests of one forward pass
+    tokens: int = 128                    # assumed: tokens of an action or a plan
+    threads: int = 42                    # setting: browsers of each GPU
+    tasks_per_rank: int = 2              # setting: tasks of a rollout batch on each GPU
+    max_batch: int = 64                  # setting: requests of one forward pass
     pipeline: int = 0                    # ours: one rollout batch ahead
     zero: float = 0.5                    # assumed: share of samples whose advantage is 0
     open_s: float = 3.0                  # assumed: s to open a task, lognormal
@@ -59,7 +59,7 @@ class Config:
     spread: float = 0.8                  # assumed: sigma of the lognormals
     fixed_s: float = 3.0                 # the paper's lineage: fixed wait after an action, WebAgent-R1's code
     prefill_s: float = 0.082             # assumed: s per prompt of 2,500 tokens: 40.6 TFLOP at 50 % of 989
-    shared: float = 0.12                 # assumed: share of prompts that share another one's prefill
+    shared: float = 0.09                 # assumed: share of prompts that share another one's prefill
     decode_s: float = 0.027              # assumed: s per token step of a batch, launch-bound
     decode_row_s: float = 0.0001         # assumed: s per row of a token step
     train_s: float = 0.24                # assumed: s per sample and pass: 107 TFLOP at 45 % of 989
@@ -78,41 +78,43 @@ class Costs:
     micro: object                        # s of one micro-batch of an update
 
 
-def rollout(episodes: list[int], threads: int, costs: Costs, max_batch: int, backlog: int = 0):
-    """Episodes of so many steps on so many browsers and a GPU that has `backlog` micro-batches to do beside;
-    returns (seconds, of these in generation, micro-batches left)."""
-    events, waiting, jobs = [], [], list(episodes)[::-1]       # (time, n, kind, steps left)
+def rollout(tasks: list[list[int]], plans: int, threads: int, costs: Costs, max_batch: int, backlog: int = 0):
+    """Tasks, each a list of its episodes' steps, on so many browsers and a GPU that has `backlog`
+    micro-batches to do beside. A first look at a task asks for its plans; then its episodes go before
+    further looks. Returns (seconds, of these in generation, micro-batches left)."""
+    events, waiting, looks, ready = [], [], deque(tasks), deque()
     now, gpu_free, generation, n = 0.0, 0.0, 0.0, 0
-    left = len(jobs)
+    idle, left = threads, sum(map(len, tasks))
 
-    def later(seconds, kind, steps):
+    def later(seconds, kind, job):
         nonlocal n
         n += 1
-        heapq.heappush(events, (now + seconds, n, kind, steps))
-    later(0.0, "free", 0)
-    for _ in range(min(threads, len(jobs))):
-        later(costs.opening(), "ask", jobs.pop())
+        heapq.heappush(events, (now + seconds, n, kind, job))
+    later(0.0, "free", None)
     while left:
-        now, _, kind, steps = heapq.heappop(events)
-        if kind == "ask":
-            waiting.append(steps)
+        while idle and (ready or looks):        # a job: steps left, and the episodes that a look lets begin
+            later(costs.opening(), "ask", (ready.popleft(), []) if ready else (0, looks.popleft()))
+            idle -= 1
+        now, _, kind, job = heapq.heappop(events)
+        if kind == "ask" and (plans or job[0]):
+            waiting.append(job)
         elif kind == "answered":
-            for s in steps:
-                later(costs.page(), "ask" if s > 1 else "over", s - 1)
-        elif kind == "over":
-            left -= 1
-            if jobs:
-                later(costs.opening(), "ask", jobs.pop())
+            for steps, episodes in job:
+                later(costs.page() if steps else 0.0, "ask" if steps > 1 else "over", (steps - 1, episodes))
+        elif kind != "free":
+            idle += 1
+            left -= not job[1]
+            ready += job[1]
         if gpu_free > now or events and events[0][0] <= now:
             continue                                           # busy; or more arrives at this very moment
         if waiting:
             batch, waiting = waiting[:max_batch], waiting[max_batch:]
-            seconds = costs.generate(len(batch))
+            seconds = costs.generate(sum(1 if steps else plans for steps, _ in batch))
             generation += seconds
             later(seconds, "answered", batch)
         elif backlog and left:
             backlog, seconds = backlog - 1, costs.micro
-            later(seconds, "free", 0)
+            later(seconds, "free", None)
         else:
             continue
         gpu_free = now + seconds
@@ -130,9 +132,13 @@ def lengths(n: int, cfg: Config, dice: random.Random) -> list[int]:
     return [min(cfg.max_steps, 1 + int(math.log(1 - dice.random()) / math.log(1 - p))) for _ in range(n)]
 
 
+def drawn(mean: float, spread: float, dice: random.Random) -> float:
+    """A lognormal number with this mean."""
+    return mean and dice.lognormvariate(math.log(mean) - spread ** 2 / 2, spread)
+
+
 def costs_of(cfg: Config, dice: random.Random) -> Costs:
-    lognormal = lambda mean: dice.lognormvariate(math.log(mean) - cfg.spread ** 2 / 2, cfg.spread)
-    return Costs(lambda: lognormal(cfg.page_s), lambda: lognormal(cfg.open_s),
+    return Costs(lambda: drawn(cfg.page_s, cfg.spread, dice), lambda: drawn(cfg.open_s, cfg.spread, dice),
                  lambda n: (cfg.prefill_s * n * (1 - cfg.shared)
                             + cfg.tokens * (cfg.decode_s + cfg.decode_row_s * n)), cfg.train_s * cfg.micro)
 
@@ -149,10 +155,11 @@ def ours(cfg: Config) -> dict:
         tasks -= sum(shares)
         ends, updates = [], []
         for rank, share in enumerate(shares):
-            steps = lengths(share * cfg.K * cfg.M, cfg, dice)
-            seconds, generation, rest = rollout(steps, cfg.browsers, costs, cfg.max_batch, backlog[rank])
+            mine = [lengths(cfg.K * cfg.M, cfg, dice) for _ in range(share)]
+            seconds, generation, rest = rollout(mine, cfg.K, cfg.threads, costs, cfg.max_batch, backlog[rank])
             ends.append(seconds + rest * costs.micro)          # then what is left of the last update
-            work = 2 * math.ceil(sum(steps) * (1 - cfg.zero) / cfg.micro)
+            samples = sum(map(sum, mine)) + share * cfg.K
+            work = 2 * math.ceil(samples * (1 - cfg.zero) / cfg.micro)
             updates.append(work * costs.micro)
             backlog[rank] = work if cfg.pipeline else 0
             spent["generation"] += generation
@@ -171,7 +178,9 @@ def paper_design(cfg: Config, together: bool) -> dict:
     dice, pages = random.Random(cfg.seed), max if together else sum
     costs, spent = costs_of(replace(cfg, shared=0.0), dice), defaultdict(float)
     for _ in range(cfg.tasks):
-        samples = 0
+        samples = cfg.K
+        spent["pages"] += costs.opening()
+        spent["generation"] += costs.generate(cfg.K)
         for _ in range(cfg.K):
             live = lengths(cfg.M, cfg, dice)
             samples += sum(live)
@@ -188,18 +197,18 @@ def paper_design(cfg: Config, together: bool) -> dict:
 
 
 # ----------------------------------------------------------------------------------------- against a real run
-def validate(directory: Path) -> dict:
-    """Costs fitted to every other of a run's batches; the others' seconds, foretold and real."""
-    cfg = json.loads((directory / "config.json").read_text())
+def validate(directory: Path, spread: float) -> dict:
+    """Costs fitted to every other of a run's batches; the others' seconds, foretold and real. Browsers whose
+    pages all took the same time would move in step: `spread` is that of their times."""
+    dice, cfg = random.Random(0), json.loads((directory / "config.json").read_text())
     log = [line for line in runtime.read_jsonl(directory / "log.jsonl") if "phases" in line][1:]
     if len(log) < 4:
         raise runtime.UserError(f"{directory}: {len(log) + 1} rollout batches with phases; 5 are needed")
-    steps = defaultdict(list)
+    steps = defaultdict(lambda: defaultdict(list))         # of each batch's tasks
     for e in runtime.read_jsonl(directory / "episodes.jsonl"):
-        steps[e["batch"]].append(len(e["steps"]))
-    threads = cfg["threads"]
-    plans = lambda line: line["episodes"] / cfg["M"] if cfg["use_plan"] else 0
-    tasks = lambda line: plans(line) / cfg["K"]
+        steps[e["batch"]][e["task"]].append(len(e["steps"]))
+    threads, plans = cfg["threads"], cfg["K"] if cfg["use_plan"] else 0
+    tasks = lambda line: list(steps[line["batch"]].values())
 
     def fit(rows, seconds):
         """Non-negative least squares, by leaving out what comes out negative."""
@@ -213,20 +222,20 @@ def validate(directory: Path) -> dict:
                 return out
             keep.pop(int(x.argmin()))
     known = log[::2]
-    count = lambda line: sum(steps[line["batch"]])
-    opening, page = fit([[line["episodes"] + tasks(line), count(line)] for line in known],
+    count = lambda line: sum(map(sum, tasks(line)))
+    opening, page = fit([[line["episodes"] + len(tasks(line)), count(line)] for line in known],
                         [line["phases"]["browser"] * threads for line in known])
-    fixed, each = fit([[line["generations"], count(line) + plans(line)] for line in known],
+    fixed, each = fit([[line["generations"], count(line) + plans * len(tasks(line))] for line in known],
                       [line["phases"]["generation"] for line in known])
     per_sample, still = fit([[line.get("trained_A", 0) + line.get("trained_D", 0), 1] for line in known],
                             [line["seconds"] - line["seconds_rollout"] for line in known])
-    costs = Costs(lambda: page, lambda: opening, lambda n: fixed + each * n, 0.0)
+    costs = Costs(lambda: drawn(page, spread, dice), lambda: drawn(opening, spread, dice),
+                  lambda n: fixed + each * n, 0.0)
     print(f"fitted to every other batch: open {opening:.3f} s, page {page:.3f} s, generation {fixed:.3f} "
           f"s + {each:.4f} s per request, update {per_sample:.4f} s per sample + {still:.2f} s")
     foretold, real = [], []
     for line in log[1::2]:
-        looks = [1] * round(tasks(line))           # the first look at a task is an episode of one request
-        seconds, _, _ = rollout(looks + steps[line["batch"]], threads, costs, cfg["max_batch"])
+        seconds, _, _ = rollout(tasks(line), plans, threads, costs, cfg["max_batch"])
         trained = line.get("trained_A", 0) + line.get("trained_D", 0)
         foretold.append(seconds + still + per_sample * trained)
         real.append(line["seconds"])
@@ -238,8 +247,9 @@ def validate(directory: Path) -> dict:
 # ------------------------------------------------------------------------------------------------------- main
 def main(cfg: Config) -> None:
     comments = runtime.field_comments(Config)
-    assumed = [f"{f.name} {getattr(cfg, f.name)}: {comments[f.name].removeprefix('assumed: ')}"
-               for f in fields(Config) if comments[f.name].startswith("assumed")]
+    shown = {"assumed": "{} {}: {}", "setting": "grpo_hier.py --{} {}: {}"}
+    assumed = [shown[kind].format(f.name, getattr(cfg, f.name), what) for f in fields(Config)
+               for kind, _, what in [comments[f.name].partition(": ")] if kind in shown]
     measured = []
     if cfg.gpu:
         costs = json.loads(Path(cfg.gpu).read_text())["costs"]
@@ -248,7 +258,7 @@ def main(cfg: Config) -> None:
         assumed = [line for line in assumed if line.split()[0] not in costs]
     result = {}
     if cfg.run_dir:
-        result |= validate(Path(cfg.run_dir))
+        result |= validate(Path(cfg.run_dir), cfg.spread)
         measured.append(f"the model's error on {cfg.run_dir}: {result['error']}")
     if cfg.paper:
         design, mine, pipelined = paper_design(cfg, True), ours(cfg), ours(replace(cfg, pipeline=1))
@@ -256,10 +266,11 @@ def main(cfg: Config) -> None:
         print(f"  its pages one by one     {paper_design(cfg, False)}")
         print(f"ours                       {mine}")
         print(f"ours, --pipeline 1         {pipelined}")
-        for name, change in (("21 browsers per GPU", {"browsers": 21, "tasks_per_rank": 1}),
+        for name, change in (("--threads 8 (default)", {"threads": 8, "tasks_per_rank": 1}),
+                             ("--threads 21", {"threads": 21, "tasks_per_rank": 1}),
                              ("pages of 4 s", {"page_s": 4.0}), ("episodes of 15 steps", {"steps": 1e9}),
                              ("no zero advantages", {"zero": 0.0})):
-            print(f"ours, {name:20} {ours(replace(cfg, **change))}")
+            print(f"ours, {name:21}{ours(replace(cfg, **change))}")
         result |= {"paper_design_gpu_hours": design["gpu_hours"], "ours_gpu_hours": mine["gpu_hours"],
                    "ours_pipelined_gpu_hours": pipelined["gpu_hours"], "assumed": assumed,
                    "measured": measured}

@@ -5,11 +5,12 @@
 Half of the episodes meet a harmless page, the others one of tests/hostile.py's scenarios each: dialogs,
 popups, crashes, killed browsers, hangs, downloads, endless redirects, memory without end ...
 
-    lost               episodes that never came back
+    lost               episodes that never came back: after the longest time that one may take without any
+                       other, the pool is closed
     hung               episodes that took longer than their deadlines allow
     misclassified      episodes whose status, fault, retries or history are not the scenario's; printed
-    leftover_processes of ours, after the pool was closed
-    rss_growth_mb      of this process, from a tenth of the episodes to the end
+    leftover_processes of ours, after the pool was closed, also those that have lost their parent
+    rss_growth_mb      of this process, from a tenth of the episodes to the last, before the pool is closed
     faults             how often each kind cost an episode or an attempt
 """
 
@@ -17,6 +18,7 @@ import gc
 import json
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from hostile import SCENARIOS, Hostile, Prompts, act, outcome  # noqa: E402  (no package)
+from hostile import SCENARIOS, Hostile, Prompts, act, left_behind, outcome  # noqa: E402  (no package)
 from episode_log import fault_counts  # noqa: E402
 from rollout import Pool, RolloutConfig  # noqa: E402
 from runtime import launch  # noqa: E402
@@ -44,6 +46,24 @@ class Config:
 def rss_mb() -> float:
     gc.collect()
     return psutil.Process().memory_info().rss / 2**20
+
+
+def while_they_come(pool: Pool, groups, seconds: float):
+    """The groups, until the next one takes longer than that: then the pool is closed and the rest is lost."""
+    while True:
+        alarm = threading.Timer(seconds, pool.close)
+        alarm.start()
+        try:
+            group = next(groups, None)
+        except RuntimeError:
+            if not pool.closing.is_set():
+                raise
+            group = None
+        finally:
+            alarm.cancel()
+        if group is None:
+            return
+        yield group
 
 
 def main(cfg: Config) -> None:
@@ -67,20 +87,22 @@ def main(cfg: Config) -> None:
         recycle=50,
     )
     found, faults, wrong, hung, first = 0, Counter(), [], 0, 0.0
+    longest = (1 + settings.retries) * (deadline + 15)  # s; an episode, or the first look at its task
     start = time.monotonic()
     with Pool(site, Prompts(), settings) as pool:
         tasks = [site.task(name, i) for i, name in enumerate(todo)]
-        for group in pool.run(tasks, 1, 1, cfg.seed, {"actor": act}, use_plan=False, bar="soak"):
+        groups = pool.run(tasks, 1, 1, cfg.seed, {"actor": act}, use_plan=False, bar="soak")
+        for group in while_they_come(pool, groups, 2 * longest):
             (episode,) = group.episodes[0]
             found += 1
             faults.update(fault_counts([episode]))
-            hung += episode.seconds > (1 + settings.retries) * (deadline + 15)
+            hung += episode.seconds > longest
             if complaint := outcome(episode):
                 wrong.append(complaint)
                 print(complaint, file=sys.stderr, flush=True)
             if found == max(1, cfg.episodes // 10):
                 first = rss_mb()
-    growth = rss_mb() - first
+        growth = rss_mb() - first
     site.close()
     print(
         json.dumps(
@@ -89,7 +111,7 @@ def main(cfg: Config) -> None:
                 "lost": cfg.episodes - found,
                 "hung": hung,
                 "misclassified": len(wrong),
-                "leftover_processes": len(psutil.Process().children(recursive=True)),
+                "leftover_processes": len(left_behind()),
                 "rss_growth_mb": round(growth, 1),
                 "minutes": round((time.monotonic() - start) / 60, 1),
                 "faults": dict(sorted(faults.items())),

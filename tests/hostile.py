@@ -3,15 +3,24 @@
 SCENARIOS says for each what the agent does (`act` plays it) and what must come of it. On most pages the thing
 happens at a click on (60, 60); then the page says "done", which `done` sees and `judge` rewards, so that an
 episode succeeds exactly when it got through. Faults that no page can cause (a browser killed, say) are thrown
-by `open`.
+by `open`, or within a call of the session's that `open` has chosen. What is started after a Hostile was made
+carries a mark, by which `left_behind` knows it.
 """
 
+import contextlib
 import http.server
+import itertools
 import json
+import os
+import re
 import threading
+import time
+import uuid
 from dataclasses import dataclass
 from types import SimpleNamespace
 from urllib.parse import urlsplit
+
+import psutil
 
 from rollout import Environment, Task, Verdict
 
@@ -23,8 +32,8 @@ STRANGE = "not one of the task's sites"
 @dataclass(frozen=True)
 class Scenario:
     """`page`: path of the start page, or a whole address. `script`: the agent's answers. `status`, `fault`:
-    of the episode; `retried`: kinds of the attempts before. `told`: what some line of the history must
-    hold."""
+    of the episode; `retried`: kinds of the attempts before, with | where it may be any of several. `told`:
+    what some line of the history must hold."""
 
     page: str
     script: tuple = (CLICK, END)
@@ -32,8 +41,9 @@ class Scenario:
     fault: str = ""
     retried: tuple = ()
     told: str = ""
-    throw: str = ""  # whose process open() kills
+    throw: str = ""  # whose process is killed
     times: int = 1  # how many attempts are hit
+    during: str = ""  # "": by open(), at the first look; else in this method, after an episode's action
 
 
 PLACE = "position: absolute; left: 20px; top: 40px; width: 120px; height: 40px"
@@ -74,6 +84,7 @@ PAGES = {
     "/loop-link": body("location = '/redirect'"),
     "/script-loop": body("location = '/again'"),
     "/again": "<script>location = '/again?' + Math.random()</script>",
+    "/leaves": "<script>setTimeout(() => location = 'http://elsewhere.invalid/', 20)</script>",
     "/foreign": body("location = 'http://elsewhere.invalid/'; "),
     "/foreign-port": body("location = 'http://127.0.0.1:@OTHER@/'"),
     "/foreign-tab": body("window.open('http://127.0.0.1:@OTHER@/')"),
@@ -135,6 +146,7 @@ SCENARIOS = {
     "loop-link": Scenario("/loop-link", status="failure", told="REDIRECTS"),
     "loop-at-start": Scenario("/redirect", status="infra", fault="redirects", retried=("redirects",)),
     "script-loop": Scenario("/script-loop", status="infra", fault="redirects", retried=("redirects",)),
+    "leaves-at-start": Scenario("/leaves", status="infra", fault="redirects", retried=("redirects",)),
     "foreign": Scenario("/foreign", status="failure", told=STRANGE),
     "foreign-port": Scenario("/foreign-port", status="failure", told=STRANGE),
     "foreign-tab": Scenario("/foreign-tab", status="failure", told=STRANGE),
@@ -168,6 +180,15 @@ SCENARIOS = {
     "always-killed": Scenario(
         "/ok", throw="browser", times=9, status="infra", fault="browser_gone", retried=("browser_gone",)
     ),
+}
+# a page that dies while it is captured takes the browser along, sooner or later
+GONE = {"renderer": "crash|browser|browser_gone", "browser": "browser_gone", "driver": "driver_gone"}
+SCENARIOS |= {
+    f"{what}-killed-in-{during}": Scenario(
+        "/ok", ("wait(seconds=0)", "wait(seconds=0.3)", CLICK), throw=what, during=during, retried=(kinds,)
+    )
+    for what, kinds in GONE.items()
+    for during in ("perform", "settle", "screenshot", "judge")
 }
 
 
@@ -246,7 +267,8 @@ class Hostile(Environment):
         self.server.texts = {path: filled(text) for path, text in PAGES.items()}
         self.other.texts = {"/": "another site"}
         self.base = f"http://127.0.0.1:{self.server.port}"
-        self.thrown, self.lock = {}, threading.Lock()
+        self.opened, self.lock = {}, threading.Lock()
+        os.environ.setdefault("HOSTILE", uuid.uuid4().hex)
 
     def task(self, name: str, seed: int = 0) -> Task:
         return Task(f"{name}.{seed}", name, seed=seed)
@@ -259,17 +281,27 @@ class Hostile(Environment):
         scenario, page = self.scenarios[task.site]
         session.goto(page if "://" in page else f"{self.base}{page}?{task.seed}")
         with self.lock:
-            self.thrown[task.id] = self.thrown.get(task.id, 0) + 1
-            throw = scenario.throw if self.thrown[task.id] <= scenario.times else ""
-        if throw:
-            hit(session, throw)
+            self.opened[task.id] = self.opened.get(task.id, 0) + 1
+        if self.strikes(task, ""):
+            hit(session, scenario.throw)
+            threading.Event().wait(0.2)  # until everybody has noticed
             session.page.evaluate("1")
+        elif self.strikes(task, "perform", "settle", "screenshot"):
+            ambush(session, scenario.during, scenario.throw)
         return task.id
+
+    def strikes(self, task, *during) -> bool:
+        scenario, _ = self.scenarios[task.site]
+        first = 2 if scenario.during else 1  # no. 1 is the pool's look at the task, no part of an episode
+        hits = range(first, first + scenario.times)
+        return bool(scenario.throw) and scenario.during in during and self.opened[task.id] in hits
 
     def done(self, session):
         return session.page.title() == "done"
 
     def judge(self, task, session, answer):
+        if self.strikes(task, "judge"):
+            hit(session, self.scenarios[task.site][0].throw)
         return Verdict(float(session.page.title() == "done"), session.page.title())
 
     def close(self):
@@ -287,7 +319,37 @@ def hit(session, what: str) -> None:
                 p.kill()
     else:
         (session.process if what == "browser" else session.driver).kill()
-    threading.Event().wait(0.2)  # until everybody has noticed
+
+
+def ambush(session, method: str, what: str) -> None:
+    """The second such call of the session's, that after an action, has `what` killed while it lasts."""
+    plain, calls = getattr(session, method), itertools.count(1)
+
+    def sprung(*args):
+        if next(calls) == 2:
+            delattr(session, method)
+            delay = 0.0 if method == "screenshot" else 0.05  # s; the others take at least 0.1
+            threading.Timer(delay, hit, (session, what)).start()
+        return plain(*args)
+
+    setattr(session, method, sprung)
+
+
+def left_behind(patience: float = 5.0) -> set:
+    """Our processes that do not end within so many seconds: those below this one, also dead ones, and those
+    with the mark, which need not have a parent any more."""
+    until = time.monotonic() + patience
+    while True:
+        found = {*psutil.Process().children(recursive=True), *filter(marked, psutil.process_iter())}
+        if not found or time.monotonic() > until:
+            return found
+        threading.Event().wait(0.1)
+
+
+def marked(process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.pid != os.getpid() and process.environ().get("HOSTILE") == os.environ["HOSTILE"]
+    return False
 
 
 class Prompts:
@@ -316,6 +378,7 @@ def outcome(episode) -> str:
     want = SCENARIOS[episode.group.task.site]
     got = (episode.status, episode.fault, tuple(episode.retried))
     told, name = " / ".join(step.line for step in episode.steps), episode.group.task.id
-    if got != (want.status, want.fault, want.retried):
+    retried = len(got[2]) == len(want.retried) and all(map(re.fullmatch, want.retried, got[2]))
+    if got[:2] != (want.status, want.fault) or not retried:
         return f"{name}: {got}, not {(want.status, want.fault, want.retried)}; {told}; {episode.error[-500:]}"
     return "" if want.told in told else f"{name}: {want.told!r} is not in {told!r}"

@@ -77,21 +77,31 @@ class ModelServer(teacher.Server):
         return self.batches.setdefault(batch["id"], batch)
 
     def look(self, name: str) -> dict:
-        """A batch is done at the look after `polls` others; its answers are then in a file, in reverse
-        order."""
+        """A batch is done at the look after `polls` others; its answers are then in a file, in reverse order,
+        and what is no answer is in another one. None for an answer: the batch expires before that."""
         batch = self.batches[name]
         batch["looks"] += 1
         if batch["looks"] > self.polls and batch["status"] == "in_progress":
             lines = [json.loads(line) for line in self.files[batch["input_file_id"]].splitlines()]
-            results = []
-            for line in reversed(lines):
-                said = self.answer(line["url"], line["body"], {})
-                status, reply = said[:2] if isinstance(said, tuple) else (200, said)
-                response = {"status_code": status, "body": whole(line["url"], line["body"], reply)}
-                results.append({"custom_id": line["custom_id"], "response": response})
-            data = "".join(json.dumps(r) + "\n" for r in results).encode()
-            batch |= {"status": "completed", "output_file_id": self.keep(data)["id"]}
+            results = [self.result(line) for line in reversed(lines)]
+            expired = any(r["response"] is None for r in results)
+            batch |= {"status": "expired" if expired else "completed"}
+            right = [r for r in results if r["response"] and r["response"]["status_code"] == 200]
+            wrong = [r for r in results if r not in right]
+            for file, of_it in ("output_file_id", right), ("error_file_id", wrong):
+                if of_it:
+                    data = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in of_it).encode()
+                    batch[file] = self.keep(data)["id"]
         return batch
+
+    def result(self, line: dict) -> dict:
+        said = self.answer(line["url"], line["body"], {})
+        if said is None:
+            error = {"code": "batch_expired", "message": "This request could not be executed in time."}
+            return {"custom_id": line["custom_id"], "response": None, "error": error}
+        status, reply = said[:2] if isinstance(said, tuple) else (200, said)
+        response = {"status_code": status, "body": whole(line["url"], line["body"], reply)}
+        return {"custom_id": line["custom_id"], "response": response, "error": None}
 
 
 @contextlib.contextmanager

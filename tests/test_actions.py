@@ -17,7 +17,7 @@ RECORDS = Path(__file__).resolve().parents[2] / "shared/data/scalecua/sft/readme
 
 # ---------------------------------------------------------------------------------------------- text -> calls
 TEXTS = [  # (what a model wrote, the canonical calls it means)
-    # formats.md 3.3
+    # as ScaleCUA's agent writes them
     ("click(644, 364)", ["click(x=644, y=364)"]),
     ("swipe(from_coord=[640, 5], to_coord=[640, 9])", ["swipe(from_coord=[640, 5], to_coord=[640, 9])"]),
     ("swipe((640, 5), (640, 9))", ["swipe(from_coord=[640, 5], to_coord=[640, 9])"]),
@@ -41,7 +41,7 @@ TEXTS = [  # (what a model wrote, the canonical calls it means)
     ("write(message='it's 5 o'clock')\nwait()", ['write(message="it\'s 5 o\'clock")', "wait()"]),
     ('response("the "best" (one)")', ["response(answer='the \"best\" (one)')"]),
     ("write(message='f('x') is\nit')", [r"""write(message="f('x') is\nit")"""]),
-    # formats.md 6.3, the training data
+    # as ScaleCUA's training data has them
     ("terminate(status='fail')", ["terminate(status='failure')"]),
     ("terminate('failed', info='it's gone')", ['terminate(status=\'failure\', info="it\'s gone")']),
     ("write(message=8)", ["write(message='8')"]), ("wait(seconds='2')", ["wait(seconds=2)"]),
@@ -196,8 +196,8 @@ def test_smart_resize_values(size, resized):
 
 
 def test_smart_resize_limits():
-    assert actions.smart_resize(1920, 1080, max_pixels=2007040) == (1876, 1036)  # formats.md 3.1
-    assert actions.smart_resize(1920, 1080, max_pixels=1003520) == (1316, 728)   # lessons.md E22
+    assert actions.smart_resize(1920, 1080, max_pixels=2007040) == (1876, 1036)
+    assert actions.smart_resize(1920, 1080, max_pixels=1003520) == (1316, 728)
     assert actions.smart_resize(100, 100, factor=32) == (96, 96)
     for size in ((5601, 28), (28, 5601), (0, 10)):
         with pytest.raises(ValueError):

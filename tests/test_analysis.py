@@ -123,7 +123,7 @@ def test_the_papers_rows_are_the_papers(table):
 
 
 def test_the_papers_averages_are_weighted_by_tasks():
-    sizes = np.array([30, 26, 19, 44, 35])  # GitLab, Map, Reddit, Shopping, ShoppingAdmin (formats.md 2.3)
+    sizes = np.array([30, 26, 19, 44, 35])  # GitLab, Map, Reddit, Shopping, ShoppingAdmin
     for label, numbers in analysis.paper_rows(f"{analysis.TABLE_1}\n{analysis.TABLE_2}").values():
         if "–" not in numbers:
             *sites, average = map(float, numbers)

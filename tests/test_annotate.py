@@ -33,6 +33,10 @@ def data(tmp_path_factory):
     return bench.make_data(tmp_path_factory.mktemp("data") / "d", 12)
 
 
+def tokens(lines) -> int:
+    return sum(n for o in lines for kind, n in o["usage"].items() if not kind.endswith("cached"))
+
+
 def config(data, server, tmp_path, **more):
     return Config(**{"meta": str(data), "out": str(tmp_path / "out.jsonl"), "base_url": server.url,
                      "concurrency": 4, "first_pause": 0.01, "retries": 2, "timeout": 5.0} | more)
@@ -155,6 +159,34 @@ def test_an_unreadable_screenshot_costs_nothing(tmp_path):
     assert len(written(cfg)[0]) == 3 and not written(cfg)[1]
 
 
+def test_unreadable_screenshots_are_not_the_teachers_fault(tmp_path):
+    data = bench.make_data(tmp_path / "d", 40, 1)
+    for i in range(30):
+        (tmp_path / f"d/t{i:06d}/images/0.png").unlink()
+    with serving(lambda *request: GOOD) as server:
+        cfg = config(data, server, tmp_path)
+        main(cfg)
+    assert [len(o) for o in written(cfg)] == [10, 30]
+
+
+def test_what_a_quarantined_answer_cost_is_not_forgotten(data, tmp_path, capsys):
+    with serving(lambda *request: SIX) as server:
+        cfg = config(data, server, tmp_path, limit=3)
+        main(cfg)
+        spent = tokens(written(cfg)[1])
+        for _ in range(2):  # the cap stops it, so that they are in no file but the third
+            with pytest.raises(UserError, match="--max_tokens"):
+                main(config(data, server, tmp_path, limit=3, retry_quarantined=True, max_tokens=spent + 9))
+        assert written(cfg) == ([], []) and len(server.requests) == 6
+        server.answer = lambda *request: GOOD
+        main(cfg)
+        lines, _ = written(cfg)
+        assert len(lines) == 3 and len(server.requests) == 9
+        assert tokens(lines) > spent and all(o["usage"]["output"] > 2 * (len(SIX) // 4) for o in lines)
+        stats(cfg)
+    assert f"{tokens(lines):,} tokens" in capsys.readouterr().out.splitlines()[-2]
+
+
 @pytest.mark.skipif(not PAPER.exists(), reason="shared/seeds is absent")
 def test_prompt_file(data, tmp_path):
     text = PAPER.read_text()
@@ -249,6 +281,22 @@ def test_an_answer_under_way_when_the_teacher_fails_does_not_condemn_the_others(
         Path(cfg.out).unlink()
 
 
+def test_a_malformed_answer_is_kept_where_the_second_question_fails(data, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(annotate.tqdm, "set_postfix_str", lambda bar, text, **options: shown.append(text))
+    with serving(lambda path, body, headers: SIX if len(body["input"]) == 1 else (403, {}, {})) as server:
+        cfg = config(data, server, tmp_path, limit=1)
+        with pytest.raises(UserError, match="does not answer: HTTP 403"):
+            main(cfg)
+        left = [(429, {}, {"Retry_After": "0.01"}), GOOD]
+        server.answer = lambda *request: left.pop(0)
+        main(cfg)
+        (line,), _ = written(cfg)
+        assert line["usage"]["output"] == len(SIX) // 4 + len(GOOD) // 4
+        assert [len(body["input"]) for _, body, _ in server.requests] == [1, 3, 3, 3]
+    assert "the server asks to wait 0 s" in shown
+
+
 def test_one_question_that_never_gets_an_answer_is_quarantined(data, tmp_path):
     special = {"Task number 4": (500, {}, {}), "Task number 5": (400, {"error": {"message": "too big"}}, {})}
 
@@ -264,9 +312,22 @@ def test_one_question_that_never_gets_an_answer_is_quarantined(data, tmp_path):
 def test_when_nothing_works_it_stops(tmp_path):
     data = bench.make_data(tmp_path / "d", 60, 1)
     with serving(lambda *request: (400, {"error": {"message": "unknown parameter"}}, {})) as server:
-        with pytest.raises(UserError, match="none of the first 20 could be annotated.*unknown parameter"):
+        with pytest.raises(UserError, match="20 in a row could not be annotated.*unknown parameter"):
             main(config(data, server, tmp_path))
         assert len(server.requests) < 40
+
+
+def test_when_nothing_works_any_more_it_stops(tmp_path):
+    data = bench.make_data(tmp_path / "d", 80, 1)
+
+    def until_the_tenth(path, body, headers):
+        return GOOD if len(server.requests) <= 10 else (400, {"error": {"message": "gone"}}, {})
+    with serving(until_the_tenth) as server:
+        cfg = config(data, server, tmp_path, concurrency=2)
+        with pytest.raises(UserError, match="20 in a row could not be annotated.*gone"):
+            main(cfg)
+        lines, left = written(cfg)
+        assert len(lines) == 10 and 20 <= len(left) < 25 and len(server.requests) < 40
 
 
 def test_spending_cap(data, tmp_path, capsys):
@@ -284,6 +345,25 @@ def test_spending_cap(data, tmp_path, capsys):
     assert len(written(cfg)[0]) == len(server.requests) == 12
 
 
+def test_a_cap_holds_from_the_first_question_on(data, tmp_path):
+    with serving(lambda *request: GOOD) as server:
+        with pytest.raises(UserError, match="--max_tokens is 1;"):
+            main(config(data, server, tmp_path, max_tokens=1))
+        assert len(server.requests) == 1
+        server.answer = lambda path, body, headers: (
+            teacher.reply(path, GOOD, "", "a-model", {}) | {"usage": None})
+        with pytest.raises(UserError, match="counts no tokens"):
+            main(config(data, server, tmp_path, max_dollars=9.0))
+        assert len(server.requests) < 2 + 10
+
+
+@pytest.mark.parametrize("wrong", [{"concurrency": 0}, {"encoders": 0}, {"batch_open": 0}, {"retries": -1},
+                                   {"max_dollars": -1.0}, {"batch_requests": 0}, {"api": "completions"}])
+def test_settings_that_cannot_be(wrong):
+    with pytest.raises(UserError, match=f"--{next(iter(wrong))} {next(iter(wrong.values()))}"):
+        Config(**wrong)
+
+
 def test_interrupted_once_what_is_under_way_is_kept(data, tmp_path):
     def slow(path, body, headers):
         time.sleep(0.5)
@@ -298,40 +378,6 @@ def test_interrupted_once_what_is_under_way_is_kept(data, tmp_path):
         _, said = process.communicate(timeout=30)
         assert process.returncode == 130 and "goes on from where it stopped" in said
         assert bench.lines(out) == len(server.requests) < 12
-
-
-# ---------------------------------------------------------------------------------------------------- batches
-def test_batch(data, tmp_path, monkeypatch):
-    def answer(path, body, headers):
-        live = bool(headers)
-        return {"Task number 1": GOOD if live else SIX, "Task number 2": SIX,
-                "Task number 3": (400, {"error": {"message": "too big"}})}.get(asked_for(body), GOOD)
-    with serving(answer) as server:
-        cfg = config(data, server, tmp_path, batch=True, batch_requests=5, batch_poll=0.05)
-        results = annotate.llm.Batches.run
-
-        def killed(self, questions):
-            for i, result in enumerate(results(self, questions)):
-                if i == 3:
-                    raise RuntimeError("killed")
-                yield result
-        monkeypatch.setattr(annotate.llm.Batches, "run", killed)
-        with pytest.raises(RuntimeError):
-            main(cfg)
-        monkeypatch.undo()
-        main(cfg)
-        lines, left = written(cfg)
-        assert bench.outcome(Path(cfg.out), 12) == {"annotated": 10, "quarantined": 2, "lost": 0,
-                                                    "duplicated": 0}
-        assert sorted(o["reason"][:15] for o in left) == ["batch: HTTP 400", "malformed twice"]
-        sent = [json.loads(o) for b in server.batches.values()
-                for o in server.files[b["input_file_id"]].splitlines()]
-        assert len(sent) == 12 and len(server.batches) == 3  # nothing was paid for twice
-        assert len(server.requests) == 2  # the two malformed ones, asked again in the same conversation
-        assert all(len(body["input"]) == 3 for _, body, _ in server.requests)
-        assert all(o["usage"]["batch"] for o in lines)
-        main(cfg)
-        assert len(server.batches) == 3 and len(server.requests) == 2
 
 
 # ------------------------------------------------------------------------------------------------------ stats

@@ -1,12 +1,15 @@
 """Browsers in real Chromium: each fault, what is waited for and how long, confinement, isolation, the end."""
 
 import io
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -49,19 +52,20 @@ def session(site):
 
 @pytest.fixture(scope="module")
 def outcomes(site):
-    """Every scenario in one pool; what went wrong there once more, alone: a busy machine can miss a bound."""
+    """Every scenario in one pool; what went wrong there once more, alone: a busy machine can miss a bound.
+    But two at most, and with a warning: more is no accident."""
 
     def run(names, threads):
         with Pool(site, Prompts(), RolloutConfig(threads=threads, **SETTINGS)) as pool:
-            tasks = [site.task(name) for name in names]
+            tasks = [site.task(name, seed=threads) for name in names]
             groups = list(pool.run(tasks, 1, 1, 0, {"actor": act}, use_plan=False))
         return {group.task.site: outcome(group.episodes[0][0]) for group in groups}
 
     first = run(SCENARIOS, 4)
     wrong = {name: said for name, said in first.items() if said}
     if wrong:
-        print(f"run again: {wrong}")
-    return first | (run(wrong, 1) if wrong else {})
+        warnings.warn(f"not at once: {wrong}")
+    return first | (run(wrong, 1) if 0 < len(wrong) <= 2 else {})
 
 
 def in_a_session(site, work, **settings):
@@ -243,6 +247,33 @@ def test_secrets_are_masked_wherever_they_are():
     assert redact({"site": "map"}, {"map"}) == {"site": "map"}  # too short to be a secret
 
 
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_the_sandbox_is_on_unless_we_are_root(uid, site, monkeypatch):
+    def work(browser):
+        try:
+            browser.launch([])
+            assert ("--no-sandbox" in browser.process.cmdline()) == (uid == 0)
+        except UserError as e:  # it has none here, as for one who is root after all
+            assert uid and "sandbox" in str(e) and "namespaces" in str(e) and "\n" not in str(e)
+            assert not browser.playwright and browser not in browser.watchdog.watched
+
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    in_a_session(site, work)
+
+
+@pytest.mark.parametrize("uid", [0, 1000])
+def test_a_remote_browser_is_asked_for_its_sandbox_too(uid, monkeypatch):
+    def connect(server, headers, timeout):
+        assert json.loads(headers["x-playwright-launch-options"])["chromiumSandbox"] == bool(uid)
+        raise Error("it is not there")
+
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    browser = Chromium(Watchdog(500), "ws://there")
+    browser.playwright = SimpleNamespace(chromium=SimpleNamespace(connect=connect))
+    with pytest.raises(Error, match="not there"):
+        browser._connect([])
+
+
 # --------------------------------------------------------------------------------------- bounds and processes
 @pytest.mark.parametrize(
     "text, kind",
@@ -262,6 +293,8 @@ def test_secrets_are_masked_wherever_they_are():
         ("Page.evaluate: Target crashed", "crash"),
         ("Playwright connection closed", "driver_gone"),
         ("Target page, context or browser has been closed", "page_gone"),
+        ("no verdict: http://x/ cannot be read: Timeout 3000ms exceeded", "verdict"),
+        ("the start page went to chrome-error://chromewebdata/", "redirects"),
         ("something else", "browser"),
     ],
 )
@@ -286,6 +319,64 @@ def test_a_hung_browser_is_ended_and_no_other_one(site, session):
     assert ours == {p.pid for p in [session.process, *session.process.children(recursive=True)]}
     click(session)
     assert session.page.title() == "done"
+
+
+class Watched:
+    """A browser that ends between two looks of its watchdog's."""
+
+    def __init__(self, mistake=None):
+        self.mistake, self.checks, self.looks = mistake, 0, 0
+
+    @property
+    def process(self):
+        self.looks += 1
+        return psutil.Process() if self.looks % 2 else None
+
+    def check(self):
+        self.checks += 1
+        if self.mistake:
+            raise self.mistake
+
+    def is_checked(self):
+        before, until = self.checks, time.monotonic() + 4
+        while self.checks < before + 3 and time.monotonic() < until:
+            time.sleep(0.05)
+        return self.checks >= before + 3
+
+
+@pytest.mark.parametrize("error", [psutil.AccessDenied(1), OSError(24, "Too many open files"), None])
+def test_a_watchdog_outlives_what_it_cannot_read(error, monkeypatch):
+    def children(*_, **__):
+        if error:
+            raise error
+        return []
+
+    monkeypatch.setattr(psutil.Process, "children", children)
+    watchdog, browser = Watchdog(1e6), Watched()
+    watchdog.watch(browser)
+    assert browser.is_checked() and browser.looks
+    watchdog.forget(browser)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_watchdog_that_a_mistake_has_ended_is_replaced():
+    watchdog, browsers = Watchdog(1e6), (Watched(KeyError()), Watched())
+    watchdog.watch(browsers[0])
+    watchdog.thread.join(4)
+    watchdog.forget(browsers[0])
+    watchdog.watch(browsers[1])
+    assert browsers[1].is_checked()
+    watchdog.forget(browsers[1])
+
+
+def test_a_page_in_place_of_the_last_one_comes_in_bounded_time(session, monkeypatch):
+    start(session, "/ok")
+    open_page, dues = session.context.new_page, []
+    monkeypatch.setattr(session.context, "new_page", lambda: dues.append(session.due) or open_page())
+    session.page.close()
+    call, = actions.parse(CLICK).calls
+    session.perform(call, actions.ActionSettings(timeout=4.0))
+    assert dues[0] < time.monotonic() + 12 and session.page.title() == "done"
 
 
 def test_a_pause_moves_both_bounds():

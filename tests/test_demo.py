@@ -169,7 +169,7 @@ def test_a_preset_may_depend_on_another_flag():
     stage = importlib.import_module("sft")
     epochs = {role: parse_args(stage.Config, ["--preset", "demo", "--role", role], stage="sft").epochs
               for role in ("decomposer", "actor")}
-    assert epochs == {"decomposer": 16, "actor": 7}
+    assert epochs == {"decomposer": 13, "actor": 6}
 
 
 def test_prompts_of_the_demo_are_accepted_and_short():

@@ -14,8 +14,8 @@ from vllm_stub import VllmStub
 
 import engine
 import grpo_hier
-from engine import Vllm, load_engine
-from rollout import Request
+from engine import Clock, Fleet, Local, Vllm, load_engine
+from rollout import Request, RolloutConfig
 from runtime import UserError, World
 
 CFG = dataclasses.replace(grpo_hier.Config(), engine="vllm", probe_limit=1e-3)
@@ -40,7 +40,7 @@ def stubs(make_policy):
 def servers(stubs, make_policy, tmp_path):
     """The trainer's actor and its two servers, all of them up and holding its adapter."""
     policy = make_policy(moved=3)
-    both = Vllm(policy, [stub.url for stub in stubs], tmp_path / "adapters", CFG, World(), patience=5.0)
+    both = Vllm(policy, [stub.url for stub in stubs], tmp_path / "adapters", CFG, World(), Clock(), 5.0)
     both.push(0)
     for stub in stubs:
         stub.seen.clear()
@@ -48,6 +48,7 @@ def servers(stubs, make_policy, tmp_path):
     both.close()
     for stub in stubs:
         stub.change, stub.drift = list, 0.0
+        stub.running.set()
 
 
 def ask(i, user="Where is the cart?", temperature=0.8):
@@ -112,6 +113,39 @@ def test_a_server_that_dies_in_the_middle_is_left_out_and_comes_back(servers, st
     assert dying.calls("/v1/chat")
 
 
+def test_a_server_that_hangs_is_left_in_time_for_the_others(stubs, make_policy, tmp_path, monkeypatch):
+    limit = engine.Server("http://127.0.0.1:1/v1").client.timeout
+    assert limit.connect <= 10 and 4 * limit.read < RolloutConfig().deadline
+    monkeypatch.setattr(engine, "ANSWER", 0.5)
+    both = Vllm(make_policy(moved=3), [stub.url for stub in stubs], tmp_path, CFG, World(), Clock())
+    both.push(0)
+    stubs[0].running.clear()                                         # it takes requests and says nothing
+    futures = [both.submit(ask(i)) for i in range(4)]
+    assert [f.result(5).response_ids for f in futures] \
+        == [s.response_ids for s in both.policy.sample([ask(i) for i in range(4)])]
+    assert "Timeout" in both.servers[0].fault and len(stubs[0].calls("/v1/chat")) >= 2
+    stubs[0].running.set()
+    both.close()
+
+
+def test_a_push_leaves_servers_that_are_down_to_their_revival(servers, stubs, monkeypatch):
+    stubs[0].die()
+    assert [f.result(30) for f in [servers.submit(ask(i)) for i in range(4)]]
+    monkeypatch.setattr(servers.servers[0], "install", lambda *_: pytest.fail("it was tried again"))
+    assert servers.servers[0].being_revived and servers.push(1)["servers"] == 1
+    monkeypatch.undo()
+    stubs[0].start()
+
+
+def test_an_answer_that_was_broken_off_is_asked_of_another_server(servers, stubs):
+    wanted, = servers.policy.sample([ask(1)])
+    stubs[0].finish = "abort"
+    servers.servers[1].busy = 9                                      # so that the first one is asked first
+    assert servers.submit(ask(1)).result(30).response_ids == wanted.response_ids
+    assert "abort" in servers.servers[0].fault and len(stubs[1].calls("/v1/chat")) == 1
+    servers.servers[1].busy, stubs[0].finish = 0, ""
+
+
 def test_a_server_that_lost_its_adapter_gets_it_again(servers, stubs):
     for stub in stubs:
         stub.adapters.clear()                                        # restarted too fast to be missed
@@ -120,7 +154,7 @@ def test_a_server_that_lost_its_adapter_gets_it_again(servers, stubs):
 
 def test_without_any_server_a_request_is_infrastructure_and_a_push_ends_the_run(make_policy, tmp_path):
     stub = VllmStub(make_policy(moved=0))
-    alone = Vllm(make_policy(), [stub.url], tmp_path, CFG, World(), patience=0.5)
+    alone = Vllm(make_policy(), [stub.url], tmp_path, CFG, World(), Clock(), 0.5)
     alone.push(0)
     stub.die()
     with pytest.raises(ConnectionError, match="^model server: none answers for the actor.*127.0.0.1"):
@@ -166,9 +200,44 @@ def test_a_server_on_another_base_is_found_by_the_probe(servers, stubs, monkeypa
         other.div_(1.01)
 
 
-def test_servers_that_are_not_named_are_one_line(make_policy, tmp_path):
-    with pytest.raises(UserError, match="--actor_url"):
-        load_engine(dataclasses.replace(CFG, actor_url=""), {"actor": make_policy()}, tmp_path, World())
+@pytest.mark.parametrize("url, message", [
+    ("", "needs --actor_url"), ("http://h:8000/v1,http://me:secret@g/v1", "--actor_url: no user or password"),
+    ("http://token@h:8000/v1", "--actor_url: no user or password")])
+def test_servers_that_are_not_named_or_carry_a_secret_are_one_line(url, message, make_policy, tmp_path):
+    with pytest.raises(UserError, match=message) as error:
+        load_engine(dataclasses.replace(CFG, actor_url=url), {"actor": make_policy()}, tmp_path, World())
+    assert "secret" not in str(error.value) and "token" not in str(error.value)
+
+
+def test_generation_of_both_roles_at_a_time_counts_once(stubs, make_policy, tmp_path):
+    clock = Clock()
+    pair = {role: Vllm(make_policy(moved=3), [stub.url], tmp_path / role, CFG, World(), clock)
+            for role, stub in zip(("actor", "decomposer"), stubs)}
+    fleet = Fleet(pair, clock)
+    fleet.sync(0)
+    for stub in stubs:
+        stub.running.clear()
+    start = time.monotonic()
+    futures = [servers.submit(ask(1)) for servers in pair.values()]
+    time.sleep(0.5)
+    for stub in stubs:
+        stub.running.set()
+    assert all(f.result(30) for f in futures)
+    assert 0.4 < fleet.seconds() <= time.monotonic() - start
+    fleet.close()
+
+
+def test_a_local_engine_that_draws_ahead_has_the_weights_of_its_last_sync(make_policy):
+    policy = make_policy()
+    ahead, now = Local({"actor": policy}, True), Local({"actor": policy}, False)
+    draw = lambda engine: engine.models["actor"]([ask(1)])[0].logp
+    before = draw(now)
+    assert draw(ahead) == before
+    for p in policy.parameters().values():
+        p.data += 0.02
+    assert draw(ahead) == before != draw(now)
+    ahead.sync(1)
+    assert draw(ahead) == draw(now)
 
 
 class Answered(dict):
@@ -179,23 +248,44 @@ class Answered(dict):
         return lambda requests: [f.result(60) for f in [servers.submit(q) for q in requests]]
 
 
+def with_servers(monkeypatch, kill, hold=lambda: None):
+    """Let scripted runs ask servers; `kill` the actor's first one while it has a request of the second
+    rollout batch, which `hold` keeps there. Returns a list of how many it then had."""
+    load, had = grpo_hier.load_engine, []
+
+    def wrapped(*arguments):
+        it = load(*arguments)
+        first, sync = it.models["actor"].servers[0], it.sync
+
+        def kill_at_work():
+            while not first.busy:
+                time.sleep(0.001)
+            had.append(first.busy)
+            kill()
+
+        def syncing(version):
+            told = sync(version)
+            if version == 1:
+                hold()
+                threading.Thread(target=kill_at_work, daemon=True).start()
+            return told
+        it.models, it.sync = Answered(it.models), syncing
+        return it
+    monkeypatch.setattr(grpo_hier, "load_engine", wrapped)
+    return had
+
+
 def test_a_run_through_servers_logs_what_a_local_run_logs(tiny_model, make_policy, tmp_path, monkeypatch):
     """Three rollout batches through both engines, the actor's first server killed in the second one."""
     fleet = {role: VllmStub(make_policy(role, moved=0, r=4, alpha=8)) for role in ("actor", "decomposer")}
     fleet["spare"] = VllmStub(make_policy("actor", moved=0))
     local = log_of(tiny_model, tmp_path / "local", monkeypatch)
-    load = grpo_hier.load_engine
-
-    def wrapped(*arguments):
-        it = load(*arguments)
-        it.models = Answered(it.models)
-        return it
-    monkeypatch.setattr(grpo_hier, "load_engine", wrapped)
-    threading.Timer(0.5, fleet["actor"].die).start()
+    had = with_servers(monkeypatch, fleet["actor"].die, fleet["actor"].running.clear)
     remote = log_of(tiny_model, tmp_path / "remote", monkeypatch, engine="vllm", is_cap=2.0, probe_limit=1e-3,
                     actor_url=f"{fleet['actor'].url}, {fleet['spare'].url}",
                     decomposer_url=fleet["decomposer"].url)
     assert [line["version_A"] for line in remote] == [0, 1, 2]
+    assert [line["servers_A"] for line in remote] == [2, 2, 1] and had
     assert all(0 < line[key] < 1e-4 for line in remote for key in ("probe_A", "probe_D", "mismatch_A"))
     other = ("seconds", "phases", "mismatch", "ratio", "grad", "faults")
     same = [k for k in local[0] if not k.startswith(other)]

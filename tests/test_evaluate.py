@@ -126,11 +126,20 @@ def test_the_checkpoint_that_is_evaluated_is_written_down(tmp_path):
         (tmp_path / "checkpoints" / n / "actor").mkdir(parents=True)
     newest = str(tmp_path / "checkpoints/000010")
     for given in (str(tmp_path), newest):
-        cfg = evaluate.with_newest_adapters(evaluate.Config(adapters=given))
+        cfg = evaluate.with_newest_adapters(evaluate.Config(adapters=given, use_plan=False))
         assert cfg.adapters == newest and f"adapters {newest}" in evaluate.describe_system(cfg)
     assert evaluate.with_newest_adapters(evaluate.Config()).adapters == ""
-    with pytest.raises(UserError, match="--adapters no/such: no checkpoints"):
+    with pytest.raises(UserError, match="--adapters no/such: no checkpoint of the actor"):
         evaluate.with_newest_adapters(evaluate.Config(adapters="no/such"))
+
+
+def test_adapters_that_are_not_there_are_not_written_down_as_tested(tmp_path):
+    """A run without a plan has none for a decomposer."""
+    (tmp_path / "checkpoints/000002/actor").mkdir(parents=True)
+    with pytest.raises(UserError, match="no checkpoint of the decomposer .* --use_plan false"):
+        evaluate.with_newest_adapters(evaluate.Config(adapters=str(tmp_path)))
+    on_server = evaluate.Config(adapters=str(tmp_path), decomposer_model="m")
+    assert "decomposer m" in evaluate.describe_system(evaluate.with_newest_adapters(on_server))
 
 
 # -------------------------------------------------------------------------------------------------- the order

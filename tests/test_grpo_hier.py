@@ -9,6 +9,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,10 @@ from conftest import png, request
 
 import grpo_hier
 from bookkeeping import load_checkpoint, save_checkpoint, statistics, total
-from grpo_hier import Batch, batches, credit, log_line, micro_batches, schedule, update
+from grpo_hier import Batch, batches, credit, drawn_batches, log_line, micro_batches, schedule, update
 from policy import Policy
 from rollout import Episode, Group, Plan, Step, Task, request_seed
-from runtime import World, process_group
+from runtime import UserError, World, process_group
 
 ROLES = ("actor", "decomposer")
 
@@ -297,8 +298,9 @@ def test_one_step_moves_the_trained_role_and_nothing_else(make_policy, policy):
 def test_statistics_are_over_episodes_and_the_log_line_over_all_ranks(policy):
     g, cfg = groups(policy, 3), config()
     shares = [statistics(p, *credit(p, cfg)) for p in (g[:1], [], g[1:])]  # the second rank has no task
-    line = log_line(total(shares), {})
-    assert line == pytest.approx(log_line(statistics(g, *credit(g, cfg)), {}), rel=1e-12)
+    line, alone = log_line(total(shares), {}), log_line(statistics(g, *credit(g, cfg)), {})
+    assert line.pop("faults") == alone.pop("faults")
+    assert line == pytest.approx(alone, rel=1e-12)
     rewards = [e.reward for group in g for row in group.episodes for e in row if e.reward is not None]
     assert line["reward_mean"] == sum(rewards) / len(rewards) and len(rewards) == 17
     assert line["infra_rate"] == pytest.approx(1 / 18)
@@ -321,6 +323,10 @@ def rank_main(directory):
     """One rank: every case on its share of the tasks; rank 0 writes down what it ended with."""
     policies, cases = pickle.loads((directory / "in.pkl").read_bytes()), {}
     with process_group() as world:
+        try:
+            load_checkpoint(directory / f"node{world.rank}" / "checkpoints", {}, {}, world)
+        except UserError as e:
+            (directory / f"error{world.rank}").write_text(str(e))
         for name, (all_groups, cfg) in policies["cases"].items():
             pair = rebuild(policies["model"], directory)
             stats = learn(pair, adam(pair), all_groups[world.rank::world.size], len(all_groups), cfg, world)
@@ -345,6 +351,7 @@ def two_ranks(policy, make_policy, tiny_model, tmp_path_factory):
         make_policy(role, moved=6).save(directory / role)
     cases = {name: (groups(policy, B, seed=4), config(**settings)) for name, (B, settings) in CASES.items()}
     (directory / "in.pkl").write_bytes(pickle.dumps({"model": tiny_model, "cases": cases}))
+    save_checkpoint(directory / "node0" / "checkpoints", 3, {}, {}, keep=1)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
@@ -360,7 +367,8 @@ def two_ranks(policy, make_policy, tiny_model, tmp_path_factory):
     for rank in ranks:
         out, _ = rank.communicate(timeout=600)
         assert rank.returncode == 0, out[-3000:]
-    return torch.load(directory / "out.pt", weights_only=False), alone
+    errors = [file.read_text() for file in sorted(directory.glob("error*"))]
+    return torch.load(directory / "out.pt", weights_only=False), alone, errors
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -373,7 +381,38 @@ def test_two_ranks_end_where_one_process_does(two_ranks, case):
         assert stats[role] == pytest.approx(stats_alone[role], rel=1e-4, abs=1e-9), role
 
 
+def test_ranks_that_do_not_see_one_run_directory_are_refused(two_ranks):
+    """Rank 0 has a checkpoint, rank 1 has none in a directory of its own."""
+    errors = two_ranks[2]
+    assert len(errors) == 2 and all("000003 for rank 0, None for rank 1" in error for error in errors)
+    assert all(error.startswith("--run_dir ") and "all nodes share" in error for error in errors)
+
+
 # ------------------------------------------------------------------------------------------- schedule, resume
+@pytest.mark.parametrize("pipeline, wanted", [
+    (0, ["sync 0", "draw 0", "train 0", "sync 1", "draw 1", "train 1", "sync 2", "draw 2", "train 2"]),
+    (1, ["sync 0", "draw 0", "sync 1", "draw 1", "train 0", "sync 2", "draw 2", "train 1", "train 2"])])
+def test_the_next_batch_is_drawn_while_this_one_trains_only_with_pipeline(pipeline, wanted):
+    """A draw ahead ends only when the update before it is under way, and that only once the draw began."""
+    events, begun, under_way = [], *([threading.Event() for _ in range(3)] for _ in range(2))
+
+    def draw(i):
+        events.append(f"draw {i}")
+        begun[i].set()
+        assert not pipeline or i == 0 or under_way[i - 1].wait(10), "the update waits for the draw"
+        return f"groups {i}"
+
+    def sync(i):
+        events.append(f"sync {i}")
+        return {"version": i}
+    for i, told, drawn in drawn_batches(range(3), draw, sync, config(pipeline=pipeline)):
+        under_way[i].set()
+        assert not pipeline or i == 2 or begun[i + 1].wait(10), "the draw waits for the update"
+        assert (told["version"], drawn) == (i, f"groups {i}") and told["seconds_sync"] >= 0
+        events.append(f"train {i}")
+    assert events == wanted
+
+
 def test_schedule_and_seeds_do_not_depend_on_ranks():
     tasks = [Task(f"task{i}", "site", seed=i % 3) for i in range(10)]
     cfg = config(epochs=2, seed=3)
@@ -423,3 +462,14 @@ def test_only_complete_checkpoints_count_and_old_ones_go(make_policy, tmp_path):
 
 if __name__ == "__main__":
     rank_main(Path(sys.argv[1]))
+
+
+def test_a_plan_without_a_verdict_has_no_return(policy):
+    """It is not one of the returns whose spread is logged."""
+    cfg = config()
+    [group] = groups(policy, 1)
+    for e in group.episodes[0]:
+        e.reward = None
+    *_, S_BK, adv_A, adv_D = credits = credit([group], cfg)
+    assert log_line(total([statistics([group], *credits)]), {})["S_std"] == pytest.approx(
+        float(S_BK[0, 1:].std(correction=0)))

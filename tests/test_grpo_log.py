@@ -16,7 +16,7 @@ from conftest import png
 
 import grpo_hier
 from rollout import Episode, Group, Plan, Request, Step, Task, request_seed
-from runtime import World
+from runtime import UserError, World
 
 KEYS = ("reward_mean", "S_std", "zero_adv_A", "zero_adv_D", "steps_mean", "trained_A",
         "trained_D", "loss_A", "loss_D", "loss", "clip_A", "clip_D",
@@ -43,7 +43,9 @@ FROZEN = {
 
 
 class ScriptedPool(nullcontext):
-    """Episodes of one or two steps without a browser; the tokens that were drawn decide about the reward."""
+    """Episodes of one or two steps without a browser; the tokens that were drawn decide about the reward. Of
+    each plan's episodes, the first `lost` fail."""
+    lost = 0
 
     def __init__(self, env, prompts, cfg):
         super().__init__(self)
@@ -72,6 +74,8 @@ class ScriptedPool(nullcontext):
                 for e in row:
                     e.reward = float(sum(e.steps[-1].sample.response_ids) % 2)
                     e.status = "success" if e.reward else "failure"
+                for e in row[:self.lost]:
+                    e.status, e.reward, e.fault = "infra", None, "site"
                 group.episodes.append(row)
             yield group
 
@@ -99,6 +103,24 @@ def test_the_log_is_what_it_was(tiny_model, tmp_path, monkeypatch, name, setting
     lines = log_of(tiny_model, tmp_path / "run", monkeypatch, **settings)
     assert len(lines) == len(FROZEN[name]) == 3
     for line, frozen in zip(lines, FROZEN[name]):
-        assert {k: line[k] for k in KEYS} == pytest.approx(dict(zip(KEYS, frozen)), rel=1e-5, abs=1e-9)
+        assert {k: line[k] for k in KEYS} == pytest.approx(dict(zip(KEYS, frozen)), rel=1e-5, abs=1e-6)
     assert sum(line["trained_A"] for line in lines) > 20
     assert any(line["clip_A"] + line["clip_D"] for line in lines)
+
+
+def test_a_batch_drawn_ahead_is_of_the_weights_before_the_last_update(tiny_model, tmp_path, monkeypatch):
+    mismatch = {pipeline: [line["mismatch_A"] for line in log_of(
+        tiny_model, tmp_path / str(pipeline), monkeypatch, pipeline=pipeline)] for pipeline in (0, 1)}
+    assert max(mismatch[0]) < 1e-5 and mismatch[1][0] < 1e-5
+    assert min(mismatch[1][1:]) > 1e-3
+
+
+def test_too_many_episodes_lost_to_infrastructure_end_the_run(tiny_model, tmp_path, monkeypatch):
+    """A third of each batch is lost: one limit allows it, the other stops before anything is learnt of it."""
+    monkeypatch.setattr(ScriptedPool, "lost", 1)
+    assert [line["infra_rate"] for line in log_of(tiny_model, tmp_path / "allowed", monkeypatch,
+                                                  max_infra=0.34)] == pytest.approx([1 / 3] * 3)
+    with pytest.raises(UserError, match=r"^batch 0: 4 of 12 episodes failed.*--max_infra 0.33.*start again"):
+        log_of(tiny_model, tmp_path / "stopped", monkeypatch, max_infra=0.33)
+    left = {path.name for path in (tmp_path / "stopped").iterdir()}
+    assert "episodes.jsonl" in left and not left & {"log.jsonl", "checkpoints"}

@@ -115,7 +115,7 @@ TOOLS = {"llm", "prompts", "actions"}
 MAY_IMPORT = {"runtime": set(), "actions": set(), "prompts": set(), "policy": {"attention"}, "llm": set(),
               "attention": set(), "flops": set(),
               "data": {"trajectories", "actions", "attention", "policy", "prompts"},
-              "chromium": set(), "engine": {"policy"}, "bookkeeping": {"rollout"},
+              "chromium": set(), "engine": {"policy"}, "bookkeeping": {"rollout", "episode_log"},
               "browser": {"actions", "chromium"}, "trajectories": {"actions"},
               "dialects": {"actions"}, "agents": {"actions", "dialects", "llm", "policy", "prompts"},
               "rollout": {"actions", "dialects", "prompts", "browser", "chromium"},

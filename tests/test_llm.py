@@ -7,12 +7,14 @@ import io
 import json
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 import llm
-from llm import Batches, Client, LLMError, image_url, read_reply, read_verdict, read_verdicts, retry_after
+from llm import (Batches, Client, LLMError, image_url, pending, read_reply, read_verdict, read_verdicts,
+                 retry_after)
 from model_server import serving
 from runtime import UserError
 
@@ -85,7 +87,8 @@ def test_asked_again(bad):
     assert asked.usage["retries"] == 2 and asked.usage["requests"] == 3
 
 
-@pytest.mark.parametrize("code, fatal", [(400, False), (401, True), (403, True), (404, True), (422, False)])
+@pytest.mark.parametrize("code, fatal", [(400, False), (401, True), (402, True), (403, True), (404, True),
+                                         (422, False)])
 def test_not_asked_again(code, fatal):
     with serving(lambda *request: (code, ERROR, {})) as server:
         with pytest.raises(LLMError, match=f"HTTP {code}") as e:
@@ -99,6 +102,37 @@ def test_no_money_is_no_rate_limit():
         with pytest.raises(LLMError) as e:
             client(server).ask("", "?")
         assert len(server.requests) == 1 and e.value.fatal
+
+
+def test_a_pause_that_the_server_asks_for_is_no_failed_try():
+    busy, told = [(429, ERROR, {})] * 6 + [(503, ERROR, {"Retry_After": "0.01"})], []
+    with serving(once_then_ok(*busy, (500, ERROR, {}))) as server:
+        asked = client(server, retries=1, first_pause=0.001)
+        asked.on_wait = told.append
+        assert asked.ask("", "?").text == OK and len(server.requests) == 9 and len(told) == 7
+
+
+@pytest.mark.parametrize("others_are_answered", [True, False])
+def test_it_waits_as_long_as_others_are_answered(monkeypatch, others_are_answered):
+    now, tries = [0.0], []
+    monkeypatch.setattr(llm, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    asked = Client("m", "http://127.0.0.1:9/v1", retries=0)
+    asked.stopped.wait = lambda seconds: now.append(now.pop() + seconds)
+
+    def busy(body, headers):
+        tries.append(now[0])
+        if others_are_answered:
+            asked.answered_at = now[0]
+        if len(tries) > 20:
+            return {}, llm.Answer(OK)
+        raise llm.status_error(429, "slow down", 290.0)
+    asked._once = busy
+    if others_are_answered:
+        assert asked.ask("", "?").text == OK and now[0] == 20 * 290
+    else:
+        with pytest.raises(LLMError, match="wait 290 s and has answered nothing") as e:
+            asked.ask("", "?")
+        assert e.value.fatal and now[0] == 2 * 290
 
 
 def test_half_an_answer_and_a_late_one_are_asked_again():
@@ -197,7 +231,12 @@ def test_usage_and_cost():
     usage = read_reply("chat", reply).usage
     assert usage == {"input": 1000, "cached": 400, "output": 50}
     assert llm.cost(usage, (1.75, 0.175, 14.0)) == pytest.approx((600 * 1.75 + 400 * 0.175 + 50 * 14) / 1e6)
-    assert llm.cost(usage | {"batch": True}, (2.0, 2.0, 2.0)) == pytest.approx(1050 / 1e6)
+    batch = {"batch_input": 1000, "batch_cached": 400, "batch_output": 50}
+    assert llm.cost(batch, (2.0, 2.0, 2.0)) == pytest.approx(1050 / 1e6)
+    spent = llm.Spent((2.0, 2.0, 2.0))
+    spent.add(usage | batch, {}, {"input": 0, "output": 0})  # one by batch and again; none; one not counted
+    assert spent.dollars == pytest.approx(3150 / 1e6) and spent.tokens == 2100
+    assert (spent.counted, spent.uncounted) == (1, 1)
 
 
 def test_cache_answers_the_same_question_only(tmp_path):
@@ -269,14 +308,15 @@ def test_batches_are_split_answered_and_not_paid_twice(tmp_path):
         got = dict(Batches(asked, tmp_path, max_requests=3, poll=0.01).run(questions(names)))
         assert {k: getattr(v, "text", "error") for k, v in got.items()} == {
             name: "error" if name == "q3" else f"answer to {name}" for name in names}
-        assert got["q0"].usage["batch"] and len(server.batches) == 3 and not list(tmp_path.glob("*.jsonl"))
+        assert set(got["q0"].usage) == {"batch_input", "batch_cached", "batch_output"}
+        assert len(server.batches) == 3 and not list(tmp_path.glob("*.jsonl"))
 
         first = Batches(asked, tmp_path, max_requests=3, poll=0.01)
-        assert first.pending() == []
+        assert pending(tmp_path) == []
         results = first.run(questions(["a", "b"]))  # killed before anything is collected
         next(results)
         again = Batches(asked, tmp_path, poll=0.01)
-        assert sorted(again.pending()) == ["a", "b"]
+        assert sorted(pending(tmp_path)) == ["a", "b"]
         assert sorted(k for k, _ in again.run(iter(()))) == ["a", "b"] and len(server.batches) == 4
 
 
@@ -313,6 +353,53 @@ def test_a_batch_that_is_not_accepted_is_asked_again_by_the_next_run(tmp_path):
         server.look = lambda name: look(name) | {"status": "failed", "errors": errors}
         with pytest.raises(LLMError, match="not accepted: token limit"):
             list(Batches(asked, tmp_path, poll=0.01).run(iter([("a", asked.body("", "x"))])))
-        assert Batches(asked, tmp_path).pending() == []
+        assert pending(tmp_path) == []
     with pytest.raises(LLMError, match="batches:"):  # nobody is there any more
         list(Batches(client(server, retries=0), tmp_path, poll=0.01).run(iter([("a", asked.body("", "x"))])))
+
+
+def test_what_a_batch_left_open_is_told_from_what_it_refuses(tmp_path):
+    said = {"q0": OK, "q1": None, "q2": (500, ERROR), "q3": (429, ERROR), "q4": (400, ERROR),
+            "q5": (401, ERROR), "q6": {"output": [], "status": "failed", "error": {"code": "server_error"}},
+            "q7": "a\u2028b\u0085c"}
+    with serving(lambda path, body, headers: said[body["input"][0]["content"]]) as server:
+        asked = client(server)
+        bodies = [(name, asked.body("", [("user", name)])) for name in said]
+        got = dict(Batches(asked, tmp_path, poll=0.01).run(iter(bodies)))
+        (batch,) = server.batches.values()
+        assert batch["status"] == "expired" and len(server.files) == 3
+        assert {name for name, e in got.items() if getattr(e, "transient", False)} == {"q1", "q2", "q3", "q6"}
+        assert "batch_expired" in str(got["q1"]) and not got["q4"].fatal and got["q5"].fatal
+        assert got["q0"].text == OK and got["q7"].text == said["q7"]
+
+        look = server.look  # a file that is not there at all: cancelled before anything was done
+        server.look = lambda name: look(name) | {"status": "cancelled", "error_file_id": None}
+        got = dict(Batches(asked, tmp_path, poll=0.01).run(iter(bodies)))
+        assert set(got) == set(said) and got["q4"].transient and got["q0"].text == OK
+
+
+def test_errors_of_a_batch_come_between_its_answers(tmp_path):
+    def answer(path, body, headers):
+        return (400, ERROR) if body["input"][0]["content"] < "5" else OK
+    with serving(answer) as server:
+        asked = client(server)
+        bodies = [(i, asked.body("", [("user", str(i))])) for i in range(10)]
+        results = [isinstance(r, LLMError) for _, r in Batches(asked, tmp_path, poll=0.01).run(iter(bodies))]
+    assert results == [False, True] * 5
+
+
+def test_a_batch_is_never_created_twice(tmp_path):
+    with serving(lambda *request: OK) as server:
+        asked = client(server, retries=3)
+        create, tries = server.create, []
+
+        def created_but_not_told(body):
+            tries.append(create(body))
+            raise ConnectionError  # hangs up
+        server.create = created_but_not_told
+        with pytest.raises(LLMError, match="batches:"):
+            list(Batches(asked, tmp_path, poll=0.01).run(iter([("a", asked.body("", "x"))])))
+        assert len(tries) == 1
+        server.create = create
+        assert [k for k, _ in Batches(asked, tmp_path, poll=0.01).run(iter(()))] == ["a"]
+        assert len(server.batches) == 1

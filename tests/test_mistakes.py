@@ -84,7 +84,8 @@ ASK = "annotate.py --out {tmp}/run/out.jsonl"
     ("sft.py export --run_dir {tmp}/gone", "gone is no run directory", "--run_dir"),
     # stage 4
     (f"{EVAL} --use_plan false --actor no/such", "no/such", "give the directory"),
-    (f"{EVAL} --use_plan false --actor {{tiny}} --adapters {{tmp}}", "no checkpoints", "run directory of"),
+    (f"{EVAL} --use_plan false --actor {{tiny}} --adapters {{tmp}}", "no checkpoint of the actor",
+     "run directory of"),
     (f"{EVAL} --use_plan false --actor {{tiny}} --runs 0", "--runs 0", "1 or more"),
     (f"{EVAL} --use_plan false --actor_model gpt", "OPENAI_API_KEY", "address of a server without"),
     # stage 1

@@ -8,6 +8,7 @@ import torch
 from conftest import png, request
 from safetensors.torch import load_file, save_file
 
+import policy
 from policy import GumbelSampler, Policy, Sample, forward_hidden, load_model, policy_logits, token_logp
 from runtime import UserError
 
@@ -421,3 +422,11 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError, match="llama"):
         load_model(tmp_path)
+
+
+def test_a_large_model_without_a_gpu_is_warned_of(tiny_model, monkeypatch, capsys):
+    policy.need_model(tiny_model)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(policy, "parameter_count", lambda path: 8.29e9)
+    policy.need_model(tiny_model)
+    assert "8.3 G parameters, and torch sees no GPU" in capsys.readouterr().err

@@ -45,7 +45,7 @@ def test_every_command_exists_and_takes_its_flags(words):
         assert (ROOT / words[0]).is_file() and all(w in (ROOT / words[0]).read_text() for w in words[1:])
         return
     if words[0] not in ("python", "torchrun"):
-        assert words[0] in ("pip", "git", "cd", "export", "pytest"), f"{words[0]} is not explained"
+        assert words[0] in ("pip", "git", "cd", "export", "pytest", "source"), f"{words[0]} is not explained"
         return
     at = next(i for i, w in enumerate(words) if w.endswith(".py"))
     assert (ROOT / words[at]).is_file(), words[at]

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import re
+import subprocess
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,13 +11,14 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from hostile import CLICK, END, Hostile, Prompts, act
+from hostile import CLICK, END, Hostile, Prompts, act, left_behind
 
 import actions
 import rollout
+from bench.soak import while_they_come
 from env_miniwob import MiniWob
 from episode_log import EpisodeLog, fault_counts
-from rollout import Pool, RolloutConfig, Verdict, history_line, read_plan, request_seed
+from rollout import Pool, Progress, RolloutConfig, Verdict, history_line, read_plan, request_seed
 
 SETTINGS = {
     "threads": 2,
@@ -49,7 +52,7 @@ def play(env, tasks, models, K=1, M=1, use_plan=False, seed=0, **settings):
     """All groups, sorted by task."""
     with Pool(env, Prompts(), RolloutConfig(**SETTINGS | settings)) as pool:
         groups = list(pool.run(tasks, K, M, seed, models, use_plan))
-    assert not psutil.Process().children(recursive=True)
+    assert not left_behind()
     return sorted(groups, key=lambda g: g.task.id)
 
 
@@ -196,11 +199,34 @@ def test_without_a_plan_there_is_no_decomposer_and_K_counts_as_one(site):
     assert len(group.plans) == 1 and group.plans[0].text == "" and [len(row) for row in group.episodes] == [2]
 
 
-def test_a_verdict_that_is_not_known_is_infra(site, monkeypatch):
-    monkeypatch.setattr(site, "judge", lambda *_: Verdict(None, "the judge is out"))
-    (episode,) = episodes(play(site, [site.task("ok")], {"actor": act}))
-    assert (episode.status, episode.reward, episode.fault) == ("infra", None, "verdict")
-    assert fault_counts([episode]) == {"infra_verdict": 1}
+def test_without_a_verdict_an_episode_is_run_again_and_then_infra(site, monkeypatch):
+    unknown, known = Verdict(None, "the judge is out", {"other": 0.0}), Verdict(1.0, "right", {"other": 1.0})
+
+    def played(*verdicts):
+        def judge(*_):
+            if (verdict := next(left)) is None:
+                raise ConnectionRefusedError("connection refused")
+            return verdict
+
+        left = iter(verdicts)
+        monkeypatch.setattr(site, "judge", judge)
+        (episode,) = episodes(play(site, [site.task("ok")], {"actor": act}))
+        told = episode.status, episode.reward, episode.fault, episode.retried, episode.reason, episode.rewards
+        return told, fault_counts([episode])
+
+    told, counts = played(unknown, known)
+    assert told == ("success", 1.0, "", ["verdict"], "right", {"other": 1.0})
+    assert counts == {"retried_verdict": 1}
+    told, counts = played(unknown, unknown)  # what the judge did say stays
+    assert told == ("infra", None, "verdict", ["verdict"], "the judge is out", {"other": 0.0})
+    assert counts == {"infra_verdict": 1, "retried_verdict": 1}
+    told, _ = played(unknown, None)  # the second attempt breaks: no reward of the first is left
+    assert told == ("infra", None, "refused", ["verdict"], "the judge is out", {})
+
+
+def test_an_episode_whose_task_does_not_open_has_the_seconds_of_the_attempts(site):
+    (lost,) = episodes(play(site, [site.task("5xx")], {"actor": act}, retry_wait=0.4))
+    assert (lost.status, lost.fault) == ("infra", "http_5xx") and 0.4 < lost.seconds < 20
 
 
 # ------------------------------------------------------------------------------------ faults, bounds, the end
@@ -211,7 +237,7 @@ def test_a_bug_is_not_weather(site, monkeypatch):
     monkeypatch.setattr(site, "judge", judge)
     with pytest.raises(KeyError, match="a mistake"):
         play(site, [site.task("ok", i) for i in range(3)], {"actor": act})
-    assert not psutil.Process().children(recursive=True)
+    assert not left_behind()
 
 
 def test_an_error_of_the_model_ends_the_run_and_all_browsers(site):
@@ -221,7 +247,7 @@ def test_an_error_of_the_model_ends_the_run_and_all_browsers(site):
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="out of memory"):
         play(site, [site.task("ok", i) for i in range(4)], {"actor": broken})
-    assert time.monotonic() - start < 30 and not psutil.Process().children(recursive=True)
+    assert time.monotonic() - start < 30 and not left_behind()
 
 
 class Server:
@@ -261,7 +287,21 @@ def test_a_pool_that_is_closed_does_not_wait_for_a_server_and_says_so(site):
     with pytest.raises(RuntimeError, match="closed"):
         list(run)
     waiter.join()
-    assert not any(t.is_alive() for t in pool.threads) and not psutil.Process().children(recursive=True)
+    assert not any(t.is_alive() for t in pool.threads) and not left_behind()
+
+
+def test_what_has_lost_its_parent_is_still_ours(site):
+    orphan = psutil.Process(int(subprocess.check_output(["sh", "-c", "sleep 60 > /dev/null & echo $!"])))
+    assert orphan not in psutil.Process().children(recursive=True) and left_behind(0) == {orphan}
+    orphan.kill()
+    assert not left_behind()
+
+
+def test_the_soak_gives_up_an_endless_wait(site):
+    silent = SimpleNamespace(submit=lambda request: Future())
+    with Pool(site, Prompts(), RolloutConfig(**SETTINGS)) as pool:
+        groups = pool.run([site.task("ok")], 1, 1, 0, {"actor": silent}, False)
+        assert list(while_they_come(pool, groups, 3.0)) == []
 
 
 def test_an_episode_beyond_its_deadline_is_cut_and_not_run_again(site):
@@ -298,7 +338,7 @@ def test_close_takes_no_longer_than_15_seconds_whatever_the_pages_do(site):
     start = time.monotonic()
     pool.close()
     assert time.monotonic() - start < 15 and not any(t.is_alive() for t in pool.threads)
-    assert not psutil.Process().children(recursive=True)
+    assert not left_behind()
     waiter.join(2)
     assert not waiter.is_alive()
 
@@ -311,6 +351,16 @@ def test_the_environment_is_left_after_every_attempt(site, monkeypatch):
     (one,) = episodes(play(site, [site.task("5xx-once", 7)], {"actor": act}))
     assert one.retried == ["http_5xx"] and len(left) == 3 and one.details == {"order": 3}
     assert fault_counts([one, one]) == {"retried_http_5xx": 2}
+
+
+def test_the_bar_tells_what_is_done_live_won_and_lost_and_how_fast(capsys):
+    with Progress(4, "batch 7", live={1, 2}) as bar:
+        bar.begun -= 10
+        for status, steps in (("success", 14), ("infra", 0), ("failure", 6)):
+            bar.count(SimpleNamespace(status=status, steps=[None] * steps))
+        bar.refresh()
+    said = capsys.readouterr().err
+    assert re.search(r"batch 7: .* 3/4 \[.*, infra=1, live=2, steps_per_s=2\.0, success=1\]", said), said
 
 
 # ------------------------------------------------------------------------------------------------- the record

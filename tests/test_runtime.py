@@ -7,14 +7,15 @@ import os
 import sys
 
 import pytest
+import torch
 from torch.distributed.run import get_args_parser
 
 import grpo_hier
 import runtime
 import sft
 from runtime import (UserError, append_jsonl, atomic_directory, drop_old_checkpoints, latest_checkpoint,
-                     launch, only_process, open_run, parse_args, read_jsonl, remedy, rewrite_jsonl,
-                     write_atomic)
+                     launch, only_process, open_run, parse_args, process_group, read_jsonl, remedy,
+                     rewrite_jsonl, write_atomic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,27 @@ def test_presets_are_read_in_order_and_flags_win(tmp_path):
         parse_args(Config, args, "p", "s")
     with pytest.raises(UserError, match="preset nosuch: no file .* demo, smoke"):
         parse_args(Config, ["--preset", "nosuch"], "p", "s")
+    two.write_text("[s]\nn = six\n")
+    with pytest.raises(UserError, match=r"two.toml: no TOML: .*line 2"):
+        parse_args(Config, args, "p", "s")
+
+
+@pytest.mark.parametrize("flags, said", [([], "done"), (["--dry_run"], "would"),
+                                         (["--dry_run=true"], "would"), (["--dry_run", "false"], "done")])
+def test_a_dry_run_is_a_flag_like_others(flags, said, capsys, monkeypatch):
+    def main(cfg: Config):
+        print("done", cfg.path)
+
+    def dry_run(cfg: Config):
+        print("would", cfg.path)
+    monkeypatch.setattr(sys, "argv", ["stage.py", *flags, "--path", "x"])
+    with pytest.raises(SystemExit) as e:
+        launch(main, dry_run=dry_run)
+    assert e.value.code == 0 and capsys.readouterr().out == f"{said} x\n"
+    monkeypatch.setattr(sys, "argv", ["stage.py", "--help"])
+    with pytest.raises(SystemExit):
+        launch(main, dry_run=dry_run)
+    assert "--dry_run" in capsys.readouterr().out
 
 
 class OutOfMemoryError(RuntimeError):
@@ -77,7 +99,9 @@ class OutOfMemoryError(RuntimeError):
 
 @pytest.mark.parametrize("error, words", [
     (UserError("the thing; the way out"), "the thing; the way out"),
-    (OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"), "lower --micro_batch"),
+    (OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"), "--micro_batch (stage 3)"),
+    (ModuleNotFoundError("No module named 'peft'"), "run ./setup.sh"),
+    (Exception("Error while serializing: I/O error: No space left on device (os error 28)"), "make room"),
     (OSError(errno.ENOSPC, "No space left on device", "runs/x/log.jsonl"), "disk for runs/x/log.jsonl"),
     (PermissionError(errno.EACCES, "Permission denied", "runs"), "no permission for runs"),
     (ValueError("a bug"), ""), (FileNotFoundError(errno.ENOENT, "gone", "f"), "")])
@@ -92,6 +116,25 @@ def test_errors_that_a_user_can_mend_are_one_line(error, words, capsys, monkeypa
     if words:
         err = capsys.readouterr().err
         assert e.value.code == 2 and err.startswith("stage.py: ") and err.count("\n") == 1 and words in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
+@pytest.mark.parametrize("write", [
+    lambda: torch.save({"x": torch.zeros(100_000)}, "/dev/full"),
+    lambda: append_jsonl("/dev/full", [{"a": 1}])])
+def test_a_full_disk_is_said_whoever_meets_it(write):
+    with pytest.raises(Exception) as e:
+        write()
+    assert "no space left on the disk" in remedy(e.value), repr(e.value)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="process 2 has no GPU: torch sees 2 here; give --nproc_per_node=2"):
+        with process_group():
+            pass
 
 
 def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch):

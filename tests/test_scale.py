@@ -76,8 +76,7 @@ def test_a_run_drawn_ahead_is_complete_also_when_it_was_killed(tiny_model, tmp_p
         together = p["browser"] + p["waiting"] + p["idle"]
         assert together == pytest.approx(line["seconds_rollout"], rel=0.1, abs=0.1)
     assert out.count("wall clock") == 1 and all(phase in out for phase in PHASES)
-    # the second batch was drawn before the first update, so its first ratios are not 1, but the mismatch is
-    assert log[0]["mismatch_A"] < 1e-4 and log[0]["ratio_max_A"] >= 1
+    assert log[0]["mismatch_A"] < 1e-4            # what later batches' is: test_grpo_log.py
 
 
 def test_torchrun_starts_killed_ranks_again_and_nothing_is_lost(tiny_model, tmp_path):

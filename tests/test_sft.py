@@ -431,8 +431,7 @@ def test_export_writes_what_the_run_wrote_and_plain_transformers_reads_it(whole,
     sft.export(parse_args(sft.ExportConfig, ["--run_dir", str(whole), "--out", str(tmp_path / "hf")]))
     for file in sorted(p.name for p in (whole / "hf").iterdir()):
         assert (tmp_path / "hf" / file).read_bytes() == (whole / "hf" / file).read_bytes(), file
-    plain = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "hf")
-    inputs = Inputs(tiny_model)
+    plain, inputs = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "hf"), Inputs(tiny_model)
     ids, _ = inputs.encode("Do it.", "Click", png(3, (112, 84)))
     batch = inputs.batch([ids], [png(3, (112, 84))])
     with torch.no_grad():
@@ -445,8 +444,9 @@ def test_export_of_nothing_says_what_is_missing(tmp_path):
     with pytest.raises(UserError, match="config.json"):
         sft.export(parse_args(sft.ExportConfig, ["--run_dir", str(tmp_path)]))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="save_every"):
-        sft.export(sft.ExportConfig(run_dir=str(tmp_path)))
+    for out, said in (("hf_so_far", "save_every"), ("hf", "mark the run as finished")):
+        with pytest.raises(UserError, match=said):
+            sft.export(sft.ExportConfig(str(tmp_path), str(tmp_path / out)))
 
 
 def test_an_unfinished_checkpoint_is_none(whole):

@@ -178,7 +178,10 @@ def test_actions_of_records(tmp_path, action, expected):
     ("{", "not a JSON line"), ("[1]", "no image"), ({"image": 3}, "no image"),
     (line("wait(1)", image=["a.png", "b.png"]), "2 images"),
     (line("wait(1)", width=None), "no width"), (line("wait(1)", height=27), "28 pixels"),
+    (line("wait(1)", width=float("inf")), "no width"), (line("wait(1)", width=10**400), "no width"),
     (line("wait(1)", conversations=[]), "not one question"),
+    (line("wait(1)", conversations=5), "not one question"), ("[" * 100_000, "not a JSON line"),
+    (line("wait(1)", task="\ud83d"), "surrogates"), (line("wait(1)", image="\ud83d.png"), "surrogates"),
     (line("wait(1)") | {"conversations": line("wait(1)")["conversations"] * 2}, "not one question"),
     (line("press()"), "keys is missing"), (line("click(x=0.3)"), "one is missing"),
     (line("scroll()"), "clicks is missing"), (line("fly()"), "unknown action fly"), (line(""), "no action"),
@@ -187,6 +190,8 @@ def test_actions_of_records(tmp_path, action, expected):
 def test_what_cannot_be_used_is_left_out_with_its_reason(tmp_path, bad, reason):
     meta = write(tmp_path, [line("wait(1)"), bad, line("wait(2)", 1)])
     file = tmp_path / "q" / "q.jsonl"
+    (t,) = TrajectoryFiles(meta, Quarantine())
+    assert len(t.steps) == 2
     for _ in range(2):  # the second run adds no second line
         quarantine = Quarantine(file)
         assert len(list(read_records(meta, quarantine))) == 2
@@ -265,6 +270,14 @@ def test_two_runs_of_a_task_in_one_directory(tmp_path):
     assert [[r.image.name[0] for r in t.steps] for t in files] == [["a"] * 3, ["b"] * 3] and not reasons
     assert [t.id for t in files] == [files[0].id, files[0].id + "~2"]
     assert counts["another run in the same directory"] == 1
+
+
+def test_one_task_under_two_roots_of_one_name(tmp_path):
+    both = [line(o, k, image=f"{root}/web/site/{k}.png") for root in ("a", "b")
+            for k, o in enumerate(["wait(1)", "wait(2)", END]) if (root, k) != ("a", 1)]
+    _, files, counts, reasons = read(tmp_path, both)
+    assert [[r.image.parts[-4] for r in t.steps] for t in files] == [["a"] * 2, ["b"] * 3]
+    assert files[1].id == files[0].id + "~2" and counts["missing steps"] == 1 and not reasons
 
 
 def test_steps_after_the_end_and_no_end(tmp_path):

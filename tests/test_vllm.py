@@ -12,13 +12,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
 import time
 import urllib.request
 from pathlib import Path
 
 import pytest
-from test_engine import Answered
+from test_engine import with_servers
 from test_grpo_log import log_of
 
 import grpo_hier
@@ -79,27 +78,13 @@ def fleet(tiny_model, tmp_path_factory):
 
 
 def test_three_rollout_batches_and_a_server_that_is_killed(fleet, tiny_model, tmp_path, monkeypatch):
-    load, told = grpo_hier.load_engine, []
-
-    def wrapped(*arguments):
-        it = load(*arguments)
-        it.models = Answered(it.models)
-        sync = it.sync
-
-        def killing(version):
-            out = sync(version)
-            told.append(out)
-            if version == 1:                                         # in the middle of the second batch
-                threading.Timer(0.3, fleet["actor"].kill).start()
-            return out
-        it.sync = killing
-        return it
-    monkeypatch.setattr(grpo_hier, "load_engine", wrapped)
+    load = grpo_hier.load_engine
+    had = with_servers(monkeypatch, fleet["actor"].kill)
     lines = log_of(tiny_model, tmp_path / "run", monkeypatch, engine="vllm", is_cap=2.0, probe_limit=1e-3,
                    actor_url=f"{fleet['actor'].url},{fleet['spare'].url}",
                    decomposer_url=fleet["decomposer"].url)
     assert [line["version_A"] for line in lines] == [line["version_D"] for line in lines] == [0, 1, 2]
-    assert [line["servers_A"] for line in lines] == [2, 2, 1]
+    assert [line["servers_A"] for line in lines] == [2, 2, 1] and had
     for line in lines:
         assert line["probe_A"] < 1e-3 and line["probe_D"] < 1e-3 and line["mismatch_A"] < 1e-3
         assert line["episodes"] == 12 and line["infra_rate"] == 0

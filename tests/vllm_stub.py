@@ -57,12 +57,13 @@ def refused(message):
 
 
 class VllmStub:
-    """`change(ids)` may spoil the ids of a response; `drift` is added to its log-probs."""
+    """`change(ids)` may spoil the ids of a response; `drift` is added to its log-probs, `finish` replaces how
+    it ended."""
 
     def __init__(self, policy):
         self.policy, self.adapters, self.seen, self.connections = policy, {}, [], []
         self.lock, self.running, self.change, self.drift = threading.Lock(), threading.Event(), list, 0.0
-        self.port = 0
+        self.finish, self.port = "", 0
         self.start()
 
     @property
@@ -131,7 +132,8 @@ class VllmStub:
         return 200, {
             "id": "x", "object": "chat.completion", "created": 0, "model": body["model"],
             "prompt_token_ids": sample.prompt_ids, "choices": [{
-                "index": 0, "finish_reason": "length" if sample.truncated else "stop", "token_ids": ids,
+                "index": 0, "finish_reason": self.finish or ("length" if sample.truncated else "stop"),
+                "token_ids": ids,
                 "message": {"role": "assistant", "content": sample.text},
                 "logprobs": {"content": [{"token": "", "logprob": x + self.drift, "top_logprobs": []}
                                          for x in sample.logp]}}]}
