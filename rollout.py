@@ -196,6 +196,9 @@ class RolloutConfig:
     def __post_init__(self):
         check(self, "threads", "instances", "max_steps", "max_tokens_D", "max_tokens_A", "max_batch",
               "cpu_threads")
+        if set("@?") & set(self.browser_ws):
+            raise UserError("--browser_ws: no password or token in an address, it would be written down; "
+                            "forward the port (ssh -L) and give ws://127.0.0.1:PORT/")
 
 
 def load_environment(cfg: RolloutConfig) -> Environment:

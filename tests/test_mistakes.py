@@ -56,6 +56,7 @@ ASK = "annotate.py --out {tmp}/run/out.jsonl"
     (f"{GRPO} --actor {{tmp}}/llama", "llama model", "qwen2_5_vl"),
     (f"{GRPO} --actor {{tmp}}/bare --use_plan false --env miniwob --split train --tasks click-tab", "bare",
      "copy tokenizer"),
+    (f"{GRPO} --browser_ws ws://me:secret@host:3000/", "--browser_ws", "forward the port"),
     (f"{BOTH} --env miniwobb", "miniwobb", "there are miniwob and webarena"),
     (BOTH, "sites.json", "give a JSON object"),
     (f"{BOTH} --sites {{tmp}}/broken.json", "broken.json", "give a JSON object"),
