@@ -165,7 +165,7 @@ class Session(Chromium):
 
     def goto(self, url: str) -> None:
         """Navigate the active page and wait for its DOM. A web error where the site does not answer or
-        answers 5xx; UserError for an address that is not the task's."""
+        answers 5xx or asks for a password; UserError for an address that is not the task's."""
         if not self.may_visit(url):
             sites = ", ".join(self.allowed)
             raise UserError(f"{url} is not one of the task's sites {sites}; --extra_origins adds some")
@@ -177,7 +177,7 @@ class Session(Chromium):
                 if "interrupted by another navigation" not in str(e):
                     raise
                 reply = self.page.goto(url, wait_until="domcontentloaded")
-        if reply is not None and reply.status >= 500:
+        if reply is not None and (reply.status >= 500 or "www-authenticate" in reply.headers):
             raise ConnectionError(f"{url} answers {reply.status}")
 
     def may_visit(self, url: str) -> bool:
@@ -204,7 +204,8 @@ class Session(Chromium):
             except web_errors() as e:
                 if (kind := self.fault(e)) not in SITE:
                     raise
-                raise actions.ActionError(f"{call.name}: {kind}") from e
+                if kind != "page_gone":           # what an action may do: it closed its page
+                    raise actions.ActionError(f"{call.name}: {kind}") from e
 
     # ------------------------------------------------------------------------------------- what a page may do
     def note(self, text: str) -> None:

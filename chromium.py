@@ -43,7 +43,7 @@ FAULTS = (                                        # what an error says -> its ki
     (r"ERR_NAME_NOT_RESOLVED|getaddrinfo|Name or service", "dns"),
     (r"(?i)ERR_CONNECTION_REFUSED|connection ?refused", "refused"), (r"ERR_CERT_|ERR_SSL_|\bSSL", "tls"),
     (r"ERR_TOO_MANY_REDIRECTS|redirects without end|start page went", "redirects"),
-    (r"ERR_INVALID_AUTH_CREDENTIALS", "auth"),
+    (r"ERR_INVALID_AUTH_CREDENTIALS|answers 401", "auth"),
     (r"Download is starting", "download"), (r"answers 5\d\d|HTTP Error 5\d\d", "http_5xx"),
     (r"(?i)timeout \d+ms exceeded|timed out", "timeout"),
     (r"ERR_(EMPTY_RESP|INVALID_HTTP|ABORTED|CONNECTION_|NETWORK_|INCOMPLETE)", "connection"),
@@ -67,7 +67,10 @@ def chromium() -> str | None:
         if not Path(path).exists():
             raise UserError(f"CHROMIUM={path} does not exist; unset it or give the browser's path")
         return path
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    # The first is Debian's browser without windows: the others open one, with renderers for its toolbar, for
+    # every context, which takes twice the CPU time. (Its command in the PATH is a shell that stays around it.)
+    names = "/usr/lib/chromium/chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 class Watchdog:
@@ -226,12 +229,12 @@ class Chromium:
         end_tree(self.process or self._find() or self.driver or started_last(self.thread))
 
     def _find(self):
-        """The browser's process: of all below us, it alone carries this token."""
+        """The browser's process: of all below us, it alone carries this token, and a shell around it."""
+        found = None
         for p in below():
             with contextlib.suppress(*UNREADABLE):
-                if any(self.token in word for word in p.cmdline()):
-                    return p
-        return None
+                found = p if any(self.token in word for word in p.cmdline()) else found
+        return found
 
     def fault(self, error: BaseException) -> str:
         """The kind of one of `web_errors`, after what the browser's state and the error's text say."""

@@ -18,7 +18,7 @@ fi
 have_chromium() {
   [ -n "${CHROMIUM:-}" ] && { [ -x "$CHROMIUM" ] && return 0
     echo "setup.sh: CHROMIUM=$CHROMIUM is not an executable; unset it or give the browser's path" >&2; exit 2; }
-  command -v chromium chromium-browser google-chrome >/dev/null && return 0
+  command -v /usr/lib/chromium/chromium-headless-shell chromium chromium-browser google-chrome >/dev/null && return 0
   .venv/bin/python - 2>/dev/null <<'PY'
 from playwright.sync_api import sync_playwright
 with sync_playwright() as p:
@@ -33,7 +33,8 @@ if ! have_chromium; then
     echo "setup.sh: it does not start here; installing the distribution's package, or else what it needs"
     export DEBIAN_FRONTEND=noninteractive
     apt-get update -qq
-    apt-get install -y -qq chromium >/dev/null || .venv/bin/python -m playwright install-deps chromium >/dev/null
+    apt-get install -y -qq chromium-headless-shell >/dev/null || apt-get install -y -qq chromium >/dev/null ||
+      .venv/bin/python -m playwright install-deps chromium >/dev/null
   fi
   have_chromium || { echo "setup.sh: no Chromium: install one (for example: apt-get install chromium) or set CHROMIUM" >&2; exit 2; }
 fi

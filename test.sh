@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up and runs the tests, in three parts: those that time browsers, one after the other; beside them, giving
-# way, those without a browser; then those whose browsers may share the machine, two files at a time.
+# Sets up and runs the tests: those that time browsers, one after the other, then those whose browsers may share
+# the machine, two files at a time; beside them, giving way, those without a browser.
 #   ./test.sh tests/test_equations.py -k eq_5      arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -13,9 +13,9 @@ shared="tests/test_stages.py tests/test_env_webarena.py tests/test_agents.py tes
   tests/test_demo.py tests/test_analysis.py tests/test_actions.py tests/test_env_miniwob.py tests/test_forks.py"
 said=$(mktemp) failed=0 beside=
 trap 'kill $beside 2>/dev/null || true; rm -f "$said"' EXIT
-nice -n 19 $pytest $(printf -- '--ignore=%s ' $timed $shared) >"$said" 2>&1 & beside=$!
+nice -n 5 $pytest $(printf -- '--ignore=%s ' $timed $shared) >"$said" 2>&1 & beside=$!
 $pytest $timed || failed=1
+$pytest -n 2 --dist loadfile --no-loadscope-reorder $shared || failed=1
 wait $beside || failed=1
 cat "$said"
-$pytest -n 2 --dist loadfile --no-loadscope-reorder $shared || failed=1
 exit $failed

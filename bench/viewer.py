@@ -12,7 +12,6 @@ bound is missed.
 import contextlib
 import io
 import json
-import os
 import random
 import sys
 import tempfile
@@ -93,7 +92,7 @@ def episode(i: int, instruction: str, pictures: int, rng: random.Random, size) -
 def measure(page_file: Path) -> dict:
     from playwright.sync_api import sync_playwright
     with sync_playwright() as p:
-        args = browser.CHROMIUM_ARGS + (["--no-sandbox"] if os.geteuid() == 0 else [])
+        args = browser.CHROMIUM_ARGS
         chromium = p.chromium.launch(executable_path=browser.chromium(), args=args)
         page = chromium.new_page(viewport={"width": 1500, "height": 950})
         page.goto(page_file.resolve().as_uri(), wait_until="commit")

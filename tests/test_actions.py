@@ -1,9 +1,7 @@
 """The action grammar: what parse makes of texts, the screen's coordinates, and effects in a real Chromium."""
 
 import json
-import os
 import random
-import shutil
 import time
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 import actions
 from actions import Action, ActionError, ActionSettings, Call
+from chromium import CHROMIUM_ARGS, chromium
 
 RECORDS = Path(__file__).resolve().parents[2] / "shared/data/scalecua/sft/readme_sample.jsonl"
 
@@ -246,15 +245,11 @@ def test_rescale_of_fractions():
 # ------------------------------------------------------------------------------------------ effects on a page
 @pytest.fixture(scope="module")
 def browser():
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or "/usr/bin/chromium"
-    if not Path(path).exists():
-        pytest.skip(f"no Chromium at {path}; set CHROMIUM")
     from playwright.sync_api import sync_playwright
-    options = ["--disable-dev-shm-usage"] + ["--no-sandbox"] * (os.geteuid() == 0)
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, headless=True, args=options)
-        yield chromium
-        chromium.close()
+        browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_ARGS)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Tables, figures, judge and failure rules on fabricated files, and the viewer in a real Chromium."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -275,7 +274,7 @@ HOSTILE = ("</script><script>window.hacked = 1</script><!-- <img src=x onerror='
 def chromium():
     from playwright.sync_api import sync_playwright
     with sync_playwright() as p:
-        args = browser.CHROMIUM_ARGS + (["--no-sandbox"] if os.geteuid() == 0 else [])
+        args = browser.CHROMIUM_ARGS
         b = p.chromium.launch(executable_path=browser.chromium(), args=args)
         yield b
         b.close()
