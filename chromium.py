@@ -67,8 +67,8 @@ def chromium() -> str | None:
         if not Path(path).exists():
             raise UserError(f"CHROMIUM={path} does not exist; unset it or give the browser's path")
         return path
-    # The first is Debian's browser without windows: the others open one, with renderers for its toolbar, for
-    # every context, which takes twice the CPU time. (Its command in the PATH is a shell that stays around it.)
+    # The first is Debian's browser without windows: the others open one, with a renderer for its toolbar, for
+    # every context, which takes twice the CPU time. (In the PATH there is a shell that stays around it.)
     names = "/usr/lib/chromium/chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"
     return next(filter(None, map(shutil.which, names)), None)
 
