@@ -1,6 +1,6 @@
 """Stage 2: supervised fine-tuning of one role (sections 3.3, 4.3; Eqs. 3 and 4).
 
-    python sft.py --preset demo --role decomposer      # CPU, tiny model: 2 minutes, the actor 3
+    python sft.py --preset demo --role decomposer      # CPU, tiny model: 1 minute, the actor 2
     torchrun --nproc_per_node=8 sft.py --role decomposer --model QWEN --meta M.json --decompositions D.jsonl
     torchrun --nproc_per_node=8 sft.py --role actor --model QWEN --meta M.json --decompositions D.jsonl
     --use_plan false trains the actor without subtasks, which two rows of table 2 start from
