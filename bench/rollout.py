@@ -4,14 +4,15 @@
 
 All play the same scripted episodes of MiniWoB++: open the task, then `steps` times a screenshot and a
 click, at places that end no episode, then a last screenshot and the verdict; a task is also opened once for
-the planner's first look. `bare` is the floor: the same calls, screenshots by the same DevTools command and
-episodes from one queue too, but with no wait, no bound and no recovery.
+the planner's first look. `bare` is the floor, a bare Playwright loop: the same calls and episodes from one
+queue too, but with no wait, no bound, no recovery and one context for all. `bare_wire` has its screenshots by
+the pool's DevTools command, which spares what Playwright's own do around it: the lowest floor there is.
 BrowserGym's MiniWoB++ environment runs at its fastest setting, `pre_observation_delay` 0, in processes (its
 drivers cannot share one), in a virtual environment of its own under the user's cache folder, since it pins
 another Playwright; where it cannot be installed, its ratio is null and `why` says so. The systems take
 turns, `rounds` times, because a machine's speed drifts; ratios are those of the medians.
 
-    vs_bare, vs_browsergym   steps per second, ratios
+    vs_bare, vs_bare_wire, vs_browsergym   steps per second, ratios
     browser, settle, model, idle   shares of the pool's thread time: browser calls; of those, waits for pages;
                              waits for answers; without a job
     mb_per_browser           memory of a browser's and its driver's processes, without what they share
@@ -112,9 +113,9 @@ def own_memory(pid: int) -> int:
 class Bare(threading.Thread):
     """A thread with a browser that plays the episodes of a queue, until None; tells each one's steps."""
 
-    def __init__(self, env, cfg, jobs: queue.SimpleQueue, done: queue.SimpleQueue):
+    def __init__(self, env, cfg, jobs: queue.SimpleQueue, done: queue.SimpleQueue, by_wire: bool):
         super().__init__(daemon=True)
-        self.env, self.cfg, self.jobs, self.done = env, cfg, jobs, done
+        self.env, self.cfg, self.jobs, self.done, self.by_wire = env, cfg, jobs, done, by_wire
 
     def run(self):
         from playwright.sync_api import sync_playwright
@@ -130,6 +131,8 @@ class Bare(threading.Thread):
             )
 
             def screenshot():
+                if not self.by_wire:
+                    return page.screenshot()
                 return base64.b64decode(wire.send("Page.captureScreenshot", {"format": "png"})["data"])
 
             self.done.put(0)
@@ -248,13 +251,18 @@ def main(cfg: Config) -> None:
     settings = RolloutConfig(threads=cfg.threads, max_steps=cfg.steps, coordinates="page")
     M = 6  # episodes per task, so that the first look at it costs as in training
     tasks = env.tasks("train")[: cfg.episodes]
-    speeds, why, workers = {"pool": [], "bare": [], "browsergym": []}, "", []
-    jobs, done = queue.SimpleQueue(), queue.SimpleQueue()
-    floor = [Bare(env, cfg, jobs, done) for _ in range(cfg.threads)]
+    speeds, why, workers = {"pool": [], "bare": [], "bare_wire": [], "browsergym": []}, "", []
+    floors = {name: (queue.SimpleQueue(), queue.SimpleQueue()) for name in ("bare", "bare_wire")}
+    floor = [
+        Bare(env, cfg, *ends, name == "bare_wire")
+        for name, ends in floors.items()
+        for _ in range(cfg.threads)
+    ]
     for thread in floor:
         thread.start()
-    for _ in floor:  # all browsers are up
-        done.get()
+    for _, done in floors.values():  # all browsers are up
+        for _ in range(cfg.threads):
+            done.get()
     with Pool(Scripted(env), Prompts(), settings) as pool:
         if cfg.browsergym:
             try:
@@ -262,7 +270,8 @@ def main(cfg: Config) -> None:
             except (RuntimeError, subprocess.SubprocessError, OSError) as e:
                 why = str(e)
         run_pool(pool, tasks[: cfg.threads], 2, -1)  # every browser is up and has the pages in its cache
-        run_bare(jobs, done, [(task, 0) for task in tasks[: 2 * cfg.threads]])
+        for ends in floors.values():
+            run_bare(*ends, [(task, 0) for task in tasks[: 2 * cfg.threads]])
         for session in pool.sessions:
             session.spent.clear()
         seconds = 0.0
@@ -270,9 +279,9 @@ def main(cfg: Config) -> None:
             start = time.monotonic()
             speeds["pool"].append(run_pool(pool, tasks[: cfg.episodes // M], M, turn))
             seconds += time.monotonic() - start
-            speeds["bare"].append(
-                run_bare(jobs, done, [(task, m) for task in tasks[: cfg.episodes // M] for m in range(M)])
-            )
+            for name, ends in floors.items():
+                episodes = [(task, m) for task in tasks[: cfg.episodes // M] for m in range(M)]
+                speeds[name].append(run_bare(*ends, episodes))
             if workers:
                 speeds["browsergym"].append(run_gym(workers))
             print(
@@ -283,8 +292,9 @@ def main(cfg: Config) -> None:
             for k in ("busy", "model", "settle")
         }
         memory = statistics.median(own_memory(s.driver.pid) for s in pool.sessions if s.driver) / 2**20
-    for _ in floor:
-        jobs.put(None)
+    for jobs, _ in floors.values():
+        for _ in range(cfg.threads):
+            jobs.put(None)
     for thread in floor:
         thread.join(30)
     for worker in workers:
@@ -296,6 +306,7 @@ def main(cfg: Config) -> None:
         json.dumps(
             {
                 "vs_bare": round(middle["pool"] / middle["bare"], 3),
+                "vs_bare_wire": round(middle["pool"] / middle["bare_wire"], 3),
                 "vs_browsergym": round(middle["pool"] / middle["browsergym"], 2) if workers else None,
                 **({} if workers else {"why": why or "left out by --browsergym false"}),
                 **{f"{name}_steps_per_s": round(value, 1) for name, value in middle.items()},

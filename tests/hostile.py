@@ -313,13 +313,14 @@ class Hostile(Environment):
 
 
 def hit(session, what: str) -> None:
-    """Kill a process of the session's own."""
-    if what == "renderer":
-        for p in session.process.children(recursive=True):
-            if "--type=renderer" in p.cmdline():
-                p.kill()
-    else:
-        (session.process if what == "browser" else session.driver).kill()
+    """Kill a process of the session's own, unless it has just ended by another fault."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if what == "renderer":
+            for p in session.process.children(recursive=True):
+                if "--type=renderer" in p.cmdline():
+                    p.kill()
+        else:
+            (session.process if what == "browser" else session.driver).kill()
 
 
 def ambush(session, method: str, what: str) -> None:
