@@ -209,9 +209,10 @@ def batch_answers(todo: Iterator[Trajectory], cfg: Config, client: llm.Client,
         for about, result in batches.run(questions()):
             if isinstance(result, llm.Answer):
                 try:
-                    result = output_line(about, result, result.usage, prompts)
-                except (Unusable, ValueError) as e:
-                    result = e if isinstance(e, Unusable) else result
+                    with contextlib.suppress(ValueError):  # then it is the answer, to be asked about again
+                        result = output_line(about, result, result.usage, prompts)
+                except Unusable as e:
+                    result = e
             elif result.transient:
                 result = LeftOpen(str(result))
             yield about["id"], result
@@ -281,8 +282,7 @@ class Ledger:
         return bool(self.cfg.max_dollars or self.cfg.max_tokens) and not self.spent.counted
 
     def over(self) -> str:
-        """Why no further question may be asked: with it and those under way, at the mean cost, a cap would be
-        passed, or nobody can tell."""
+        """Why no further question may be asked: with those under way, a cap would be passed."""
         cfg, spent = self.cfg, self.spent
         expected = 1 + (len(self.under_way) + 1) / max(1, spent.counted)
         if cfg.max_dollars and spent.dollars * expected > cfg.max_dollars:
@@ -412,8 +412,8 @@ def main(cfg: Config) -> None:
         patience = max(8, cfg.concurrency)
         with stop.on_interrupt(), bar:
             if cfg.batch:
-                new = todo(lambda name: not ledger.first(name))
-                handle(batch_answers(new, cfg, client, prompts), ledger, stop, patience, bar)
+                asked = batch_answers(todo(lambda name: not ledger.first(name)), cfg, client, prompts)
+                handle(asked, ledger, stop, patience, bar)
                 trajectories.quarantine = Quarantine()  # the irregularities have been counted
             if ledger.again or not cfg.batch:
                 left = todo(lambda name: ledger.first(name) or not cfg.batch)
@@ -449,15 +449,14 @@ def dry_run(cfg: Config) -> None:
     """What would be asked. What it costs depends on how the model counts pictures: twenty answers tell."""
     load_teacher_prompt(cfg)
     trajectories, out = TrajectoryFiles(need_meta(cfg), Quarantine()), Path(cfg.out)
-    done = [line["usage"] for file in (out, beside(cfg, "quarantine")) for line in complete_lines(file)
-            if "usage" in line]
+    done = sum("usage" in o for file in (out, beside(cfg, "quarantine")) for o in complete_lines(file))
     looked_at = list(itertools.islice(trajectories, 20))
     pictures = sum(len(t.steps) for t in looked_at) / max(1, len(looked_at))
     n = min(len(trajectories), cfg.limit or len(trajectories))
     print(f"{cfg.meta}: at most {n:,} trajectories, one question each to {cfg.model} at "
           f"{cfg.base_url or 'api.openai.com'}, {cfg.concurrency} at a time; the first {len(looked_at)} have "
           f"{pictures:.1f} screenshots on average, scaled to {cfg.max_side} pixels a side\n"
-          f"{cfg.out}: {len(done):,} done\n"
+          f"{cfg.out}: {done:,} done\n"
           "dollars: ask --limit 20; then annotate.py stats, with the same flags, tells what the rest costs")
 
 

@@ -177,7 +177,8 @@ class Session(Chromium):
                 if "interrupted by another navigation" not in str(e):
                     raise
                 reply = self.page.goto(url, wait_until="domcontentloaded")
-        if reply is not None and (reply.status >= 500 or "www-authenticate" in reply.headers):
+        closed = reply is not None and reply.status == 401 and "www-authenticate" in reply.headers
+        if closed or reply is not None and reply.status >= 500:
             raise ConnectionError(f"{url} answers {reply.status}")
 
     def may_visit(self, url: str) -> bool:
