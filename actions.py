@@ -397,22 +397,20 @@ def _click(page, settings, x, y, clicks=1, button="left"):
             page.mouse.down(button=button, click_count=n)
             page.mouse.up(button=button, click_count=n)
         return
-    select = None
-    if settings.show_select and button == "left":  # before the click: after it the page may be about to leave
-        select = page.evaluate_handle(CLOSED_SELECT, [x, y]).as_element()
+    # asked before the click: after it the page may be about to leave
+    closed = settings.show_select and button == "left" and page.evaluate(CLOSED_SELECT, [x, y])
     page.mouse.click(x, y, button=button, click_count=clicks)
-    if select:
-        select.evaluate(SHOW_OPTIONS)
+    if closed:
+        page.evaluate(SHOW_OPTIONS, [x, y])
 
 
-CLOSED_SELECT = """([x, y]) => {
-    const select = document.elementFromPoint(x, y)?.closest('select:not([multiple])');
-    return select?.size <= 1 ? select : null;
-}"""
+CLOSED_SELECT = """([x, y]) =>
+    document.elementFromPoint(x, y)?.closest('select:not([multiple])')?.size <= 1"""
 # No screenshot shows a select's popup. So the closed list becomes an open one, over the page and inside the
 # window, that closes itself after use.
-SHOW_OPTIONS = """select => {
-    if (document.activeElement !== select) return;  // disabled, or the page has its own way with clicks
+SHOW_OPTIONS = """([x, y]) => {
+    const select = document.elementFromPoint(x, y)?.closest('select');
+    if (!select || document.activeElement !== select) return;  // disabled, or the page's own way with clicks
     const before = ['size', 'style'].map(name => [name, select.getAttribute(name)]);
     const close = () => before.forEach(([name, value]) =>
         value === null ? select.removeAttribute(name) : select.setAttribute(name, value));

@@ -58,7 +58,7 @@ class MiniWob(Environment):
     name = "miniwob"
     width, height = 160, 210  # CSS pixels of every page
     fresh_context = False  # the pages keep nothing between two loads
-    quick = True  # and do all that a click causes before it returns, or frame by frame
+    quick = True  # they do all that a click causes before it returns, or frame by frame, and request nothing
 
     def __init__(self, pages: str = "choose-date-easy", instances: int = 100, scale: float = 1.0):
         self.pages = [p.strip() for p in pages.split(",") if p.strip()]

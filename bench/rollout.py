@@ -53,7 +53,7 @@ class Config:
     threads: int = 4  # browsers of each system
     episodes: int = 48  # in each round
     steps: int = 5  # clicks per episode
-    rounds: int = 3  # turns of each system
+    rounds: int = 5  # turns of each system
     browsergym: bool = True  # compare with BrowserGym too
     browsergym_episodes: int = 8  # in each round: it is slow
 
