@@ -35,6 +35,7 @@ CHROMIUM_ARGS = ["--disable-dev-shm-usage", "--disable-background-networking", "
                  "--deny-permission-prompts",
                  "--disable-partial-raster"]      # else a pixel's last bit depends on what was painted before
 LAUNCH, STOP = 30.0, 5.0                          # s
+SHELLS = "sh", "dash", "bash", "busybox"
 UNREADABLE = psutil.Error, OSError                # of a process that has ended, or when files run out
 FAULTS = (                                        # what an error says -> its kind; the first that fits
     (r"^no verdict", "verdict"), (r"model server", "model"),
@@ -229,12 +230,13 @@ class Chromium:
         end_tree(self.process or self._find() or self.driver or started_last(self.thread))
 
     def _find(self):
-        """The browser's process: of all below us, it alone carries this token, and a shell around it."""
-        found = None
+        """The browser's process: of all below us, only these carry its token: perhaps a shell around it, it,
+        and a child of its own that is just being forked."""
         for p in below():
             with contextlib.suppress(*UNREADABLE):
-                found = p if any(self.token in word for word in p.cmdline()) else found
-        return found
+                if any(self.token in word for word in p.cmdline()) and Path(p.exe()).name not in SHELLS:
+                    return p
+        return None
 
     def fault(self, error: BaseException) -> str:
         """The kind of one of `web_errors`, after what the browser's state and the error's text say."""

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from chromium import below
 from rollout import Environment, Task, Verdict
 
 CLICK = "click(x=60, y=60)"
@@ -314,13 +315,11 @@ class Hostile(Environment):
 
 def hit(session, what: str) -> None:
     """Kill a process of the session's own, unless it has just ended by another fault."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        if what == "renderer":
-            for p in session.process.children(recursive=True):
-                if "--type=renderer" in p.cmdline():
-                    p.kill()
-        else:
-            (session.process if what == "browser" else session.driver).kill()
+    targets = {"browser": [session.process], "driver": [session.driver], "renderer": below(session.process)}
+    for p in targets[what]:
+        with contextlib.suppress(psutil.Error):
+            if what != "renderer" or "--type=renderer" in p.cmdline():
+                p.kill()
 
 
 def ambush(session, method: str, what: str) -> None:

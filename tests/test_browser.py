@@ -344,6 +344,16 @@ class Watched:
         return self.checks >= before + 3
 
 
+def test_the_browsers_process_is_neither_a_shell_around_it_nor_a_child_that_is_being_forked(monkeypatch):
+    browser = Chromium(Watchdog(1e6))
+    token = f"--session-token={browser.token}"
+    family = [SimpleNamespace(exe=lambda exe=exe: exe, cmdline=lambda words=words: [exe, *words])
+              for exe, *words in (["/driver/node"], ["/usr/bin/dash", "/usr/bin/chromium", token],
+                                  ["/lib/chromium", token], ["/lib/chromium", token], ["/lib/chromium"])]
+    monkeypatch.setattr("chromium.below", lambda: family)
+    assert browser._find() is family[2]
+
+
 @pytest.mark.parametrize("error", [psutil.AccessDenied(1), OSError(24, "Too many open files"), None])
 def test_a_watchdog_outlives_what_it_cannot_read(error, monkeypatch):
     def children(*_, **__):
