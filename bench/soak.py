@@ -1,6 +1,6 @@
 """Episodes against a hostile local site that throws every fault at random: what came of them, what is left.
 
-    python bench/soak.py --episodes 500       # 15 minutes on two idle cores; the last line is one JSON object
+    python bench/soak.py --episodes 500       # 5 minutes on two idle cores; the last line is one JSON object
 
 Half of the episodes meet a harmless page, the others one of tests/hostile.py's scenarios each: dialogs,
 popups, crashes, killed browsers, hangs, downloads, endless redirects, memory without end ...
