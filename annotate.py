@@ -35,9 +35,8 @@ from tqdm import tqdm
 import llm
 import runtime
 from prompts import Prompts, load_prompts, parse_teacher
-from runtime import UserError
-from trajectories import (Quarantine, Trajectory, TrajectoryFiles, complete_lines, load_image, read_image,
-                          read_meta)
+from runtime import UserError, each_jsonl
+from trajectories import Quarantine, Trajectory, TrajectoryFiles, load_image, read_image, read_meta
 
 TABLE_3 = {"Windows": (5873, 2.68, 1.2), "macOS": (3845, 2.43, 1.1), "Linux": (25122, 2.20, 1.8),
            "Android": (17245, 2.84, 1.6), "Web": (24311, 2.73, 1.5), "Total": (76396, 2.56, 1.6)}  # paper
@@ -233,7 +232,7 @@ class Ledger:
     def __init__(self, cfg: Config, prompt_hash: str):
         self.out, self.cfg, self.done, self.under_way = Path(cfg.out), cfg, set(), set()
         self.new, self.spent = Counter(), llm.Spent(cfg.prices)
-        for line in complete_lines(self.out, repair=True):
+        for line in each_jsonl(self.out, repair=True):
             if line["prompt_hash"] != prompt_hash:
                 raise UserError(f"{self.out} was written with another prompt ({line['prompt_hash']} and not "
                                 f"{prompt_hash}); give another --out")
@@ -298,8 +297,8 @@ class Ledger:
 
 def unsettled(cfg: Config, annotated: set, repair: bool = False) -> tuple[dict, dict]:
     """What has been paid for without an annotation: ({id: usage} in quarantine, {id: line} to ask again)."""
-    left_out = {o["where"]: o["usage"] for o in complete_lines(beside(cfg, "quarantine")) if "usage" in o}
-    again = complete_lines(beside(cfg, "again"), repair)
+    left_out = {o["where"]: o["usage"] for o in each_jsonl(beside(cfg, "quarantine")) if "usage" in o}
+    again = each_jsonl(beside(cfg, "again"), repair)
     return left_out, {o["id"]: o for o in again if o["id"] not in annotated and o["id"] not in left_out}
 
 
@@ -449,7 +448,7 @@ def dry_run(cfg: Config) -> None:
     """What would be asked. What it costs depends on how the model counts pictures: twenty answers tell."""
     load_teacher_prompt(cfg)
     trajectories, out = TrajectoryFiles(need_meta(cfg), Quarantine()), Path(cfg.out)
-    done = sum("usage" in o for file in (out, beside(cfg, "quarantine")) for o in complete_lines(file))
+    done = sum("usage" in o for file in (out, beside(cfg, "quarantine")) for o in each_jsonl(file))
     looked_at = list(itertools.islice(trajectories, 20))
     pictures = sum(len(t.steps) for t in looked_at) / max(1, len(looked_at))
     n = min(len(trajectories), cfg.limit or len(trajectories))
@@ -471,7 +470,7 @@ def stats(cfg: Config) -> None:
     if not Path(cfg.out).exists():
         raise UserError(f"no annotations at {cfg.out}; write them with annotate.py --out {cfg.out}")
     rows, spent, ids = {"Total": Counter()}, llm.Spent(cfg.prices), set()
-    for line in complete_lines(Path(cfg.out)):
+    for line in each_jsonl(Path(cfg.out)):
         ids.add(line["id"])
         spent.add(line["usage"])
         for name in (line["platform"], "Total"):

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tomllib
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -290,20 +291,27 @@ def append_jsonl(path, objects: list[dict]) -> None:
         os.close(fd)
 
 
-def read_jsonl(path) -> list[dict]:
-    """All complete lines of a JSONL file ([] where there is none). A last line cut by a kill is left out; any
-    other broken line raises UserError with its number."""
+def each_jsonl(path, repair: bool = False) -> Iterator[dict]:
+    """The objects of a JSONL file (none where there is no file), one at a time. A last line cut by a kill is
+    left out, and with `repair` cut off; any other broken line raises UserError with its number."""
     path = Path(path)
     if not path.exists():
-        return []
-    *lines, tail = path.read_bytes().split(b"\n")
-    out = []
-    for i, line in enumerate(lines, 1):
-        try:
-            out.append(json.loads(line))
-        except ValueError as e:
-            raise UserError(f"{path}:{i}: not a JSON line ({e}); remove or repair that line") from None
-    return out
+        return
+    with open(path, "rb+" if repair else "rb") as f:
+        for number, line in enumerate(f, 1):
+            if not line.endswith(b"\n"):
+                if repair:
+                    f.truncate(f.tell() - len(line))
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as e:
+                raise UserError(f"{path}:{number}: not a JSON line ({e}); remove or repair it") from None
+
+
+def read_jsonl(path) -> list[dict]:
+    """All of `each_jsonl`."""
+    return list(each_jsonl(path))
 
 
 def rewrite_jsonl(path, keep) -> list[dict]:

@@ -96,24 +96,6 @@ class Trajectory:
         return out
 
 
-def complete_lines(path: Path, repair: bool = False) -> Iterator[dict]:
-    """Objects of a JSONL file, one at a time. A last line that a kill cut short is not read, and with
-    `repair` it is cut off. Raises UserError for any other line that is no JSON."""
-    if not path.exists():
-        return
-    with open(path, "rb+" if repair else "rb") as f:
-        for number, line in enumerate(f, 1):
-            if not line.endswith(b"\n"):
-                if repair:
-                    f.truncate(f.tell() - len(line))
-                return
-            try:
-                yield json.loads(line)
-            except ValueError as e:
-                raise runtime.UserError(f"{path}:{number}: not a JSON line ({e}); remove or repair it"
-                                        ) from None
-
-
 class Quarantine:
     """What was left out, with the reason, in a file (none: only counted). One line per place, over all
     runs."""
