@@ -8,8 +8,8 @@ everything that was refused: downloads, files, sites that are not the task's.
 Nothing here sleeps. `settle` waits for what an action caused: navigations, new tabs, requests, images, fonts,
 then a frame in which the document does not change and, where there is a canvas or video, two equal
 screenshots. An address that never gets quiet costs the longest wait once; later visits wait only for
-navigations and requests of their own. Where the environment says that an action causes neither (`quick`),
-requests are not watched: only the document is.
+navigations and requests of their own. Where the environment says that no action on a page requests anything
+(`quick`), only the document is watched; a page that hangs there all the same costs its browser.
 
 Confinement: Chromium resolves only the hosts of the task; `goto` and `open_url` refuse other addresses; a
 page that has left the task's origins is brought back. Nothing is routed through here, so caches work and no

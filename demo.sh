@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The five stages on the embedded default (tiny model, MiniWoB++, real Chromium); 12 minutes on two cores.
+# The five stages on the embedded default (tiny model, MiniWoB++, real Chromium); 15 minutes on two cores.
 #   ./demo.sh           into runs/demo; a second call goes on where the first one stopped
 #   ./demo.sh --smoke   every stage in under 3 minutes, into runs/smoke; proves nothing about learning
 # The last line is one JSON object: sft_success, rl_success, gain, gain_ci95, n, minutes.

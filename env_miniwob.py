@@ -15,10 +15,13 @@ colour a little and therefore always counts as a success.
 
 # no dimensions here: everything is one page
 
+import base64
 import difflib
 import functools
 import http.server
 import importlib.util
+import io
+import re
 import threading
 from pathlib import Path
 
@@ -58,7 +61,7 @@ class MiniWob(Environment):
     name = "miniwob"
     width, height = 160, 210  # CSS pixels of every page
     fresh_context = False  # the pages keep nothing between two loads
-    quick = True  # they do all that a click causes before it returns, or frame by frame, and request nothing
+    quick = True  # they do all that a click causes before it returns, or frame by frame; with_images
 
     def __init__(self, pages: str = "choose-date-easy", instances: int = 100, scale: float = 1.0):
         self.pages = [p.strip() for p in pages.split(",") if p.strip()]
@@ -125,14 +128,42 @@ def make(cfg) -> MiniWob:
 
 
 class _QuietFiles(http.server.SimpleHTTPRequestHandler):
-    """Static files with the charset that the pages forget to name, and no line on stderr per request."""
+    """Static files with the charset that the pages forget to name, with their images inside, to be cached, and
+    no line on stderr per request."""
 
     protocol_version = "HTTP/1.1"
     extensions_map = http.server.SimpleHTTPRequestHandler.extensions_map | {
         ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
 
+    def send_head(self):
+        file = Path(self.translate_path(self.path))
+        if file.suffix not in (".css", ".html") or not file.is_file():
+            return super().send_head()
+        text = with_images(file)
+        self.send_response(200)
+        self.send_header("Content-Type", self.guess_type(file))
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        return io.BytesIO(text)
+
+    def end_headers(self):
+        self.send_header("Cache-Control", "max-age=86400")
+        super().end_headers()
+
     def log_message(self, format, *args):
         pass
+
+
+@functools.cache
+def with_images(file: Path) -> bytes:
+    """A style sheet or page with its images in place of their addresses: they are there as soon as it is, and
+    no click has to fetch one, whose arrival a screenshot might miss."""
+    def inside(found):
+        image = file.parent / found[2].decode()
+        if not image.is_file():
+            return found[0]
+        return b"url(data:image/%s;base64,%s)" % (found[3], base64.b64encode(image.read_bytes()))
+    return re.sub(rb"""url\((["']?)([\w./-]+\.(png|gif))\1\)""", inside, file.read_bytes())
 
 
 @functools.cache

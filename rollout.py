@@ -57,7 +57,7 @@ class Environment:
     name = ""
     width, height, scale = 1280, 720, 1.0         # viewport in CSS pixels; screenshot pixels per CSS pixel
     fresh_context = True                          # False only where pages keep no state of their own
-    quick = False                                 # True where an action causes no request and no navigation
+    quick = False                                 # True where an action on a page requests nothing
     browser_args: list[str] = []                  # further switches of Chromium
 
     def tasks(self, split: str) -> list[Task]:

@@ -315,8 +315,8 @@ class Hostile(Environment):
 
 def hit(session, what: str) -> None:
     """Kill a process of the session's own, unless it has just ended by another fault."""
-    targets = {"browser": [session.process], "driver": [session.driver], "renderer": below(session.process)}
-    for p in targets[what]:
+    process = session.driver if what == "driver" else session.process
+    for p in () if process is None else below(process) if what == "renderer" else [process]:
         with contextlib.suppress(psutil.Error):
             if what != "renderer" or "--type=renderer" in p.cmdline():
                 p.kill()

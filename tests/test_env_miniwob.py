@@ -42,6 +42,20 @@ def test_same_seed_same_screenshot_and_instruction(env, session):
     assert len(words) > 1  # another seed, another page
 
 
+@pytest.mark.parametrize("page", [*PAGES.split(","), "tic-tac-toe", "email-inbox", "social-media", "choose-date"])
+def test_no_action_on_a_page_requests_anything(env, session, page):
+    """That is what `quick` says."""
+    look(session, env.task(page, 1))
+    seen = []
+    keep = lambda request: seen.append(request.url)
+    session.context.on("request", keep)
+    for y in range(55, 210, 12):
+        session.page.mouse.click(20 + 37 * y % 120, y)
+        session.settle()
+    session.context.remove_listener("request", keep)
+    assert not [url for url in seen if not url.startswith("data:")]
+
+
 def test_splits_are_disjoint_and_take_the_pages_in_turn(env):
     tasks = env.tasks("eval")
     assert [t.site for t in tasks[:4]] == PAGES.split(",") and len(tasks) == 12
