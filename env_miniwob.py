@@ -128,7 +128,7 @@ def make(cfg) -> MiniWob:
 
 
 class _QuietFiles(http.server.SimpleHTTPRequestHandler):
-    """Static files with the charset that the pages forget to name, with their images inside, to be cached, and
+    """Static files, to be cached, with the charset that the pages forget to name and with their images inside;
     no line on stderr per request."""
 
     protocol_version = "HTTP/1.1"

@@ -111,8 +111,8 @@ def test_each_thing_that_pages_and_browsers_do(outcomes, name):
 
 
 # ----------------------------------------------------------------------------------------- what is waited for
-QUICK = "ok kept alert alert-at-start beforeunload popup tab child-closes foreign foreign-tab canvas 5xx refused"
-QUICK += " renderer-killed browser-killed driver-killed renderer-killed-in-settle browser-killed-in-settle"
+QUICK = "ok kept alert alert-at-start beforeunload popup tab child-closes foreign foreign-tab 5xx refused"
+QUICK += " canvas renderer-killed browser-killed driver-killed renderer-killed-in-settle"
 
 
 def test_where_only_the_document_is_watched_faults_are_the_same_and_a_page_that_hangs_costs_its_browser(
