@@ -128,8 +128,8 @@ def make(cfg) -> MiniWob:
 
 
 class _QuietFiles(http.server.SimpleHTTPRequestHandler):
-    """Static files, to be cached, with the charset that the pages forget to name and with their images inside;
-    no line on stderr per request."""
+    """Static files, to be cached, with the charset that the pages forget to name and with images inside; no
+    line on stderr per request."""
 
     protocol_version = "HTTP/1.1"
     extensions_map = http.server.SimpleHTTPRequestHandler.extensions_map | {
