@@ -21,6 +21,7 @@ import contextlib
 import re
 import time
 from collections import Counter
+from functools import partial
 from urllib.parse import urlsplit
 
 import actions
@@ -103,10 +104,17 @@ class Session(Chromium):
     def asked(self, question):
         """`question(session)`, of the environment, in bounded time."""
         with self.bound(self.cfg.open_timeout):
-            answer = question(self)
-        if self.page is self.crashed:             # not every call says so: a dead page's title is ""
+            return self._alive(question(self))
+
+    def _alive(self, answer):
+        """The answer, unless its page has crashed: not every call says so, a dead page's title is ""."""
+        if self.page is self.crashed:
             raise ConnectionError("Page crashed")
         return answer
+
+    def done(self) -> bool:
+        """Whether the page itself has ended the episode."""
+        return self._seen(partial(self.env.done, self))
 
     # -------------------------------------------------------------------------------------- a task's own page
     def open(self, task) -> str:
@@ -316,7 +324,7 @@ class Session(Chromium):
             if state in ("moved", "stuck") or self.pending or self.opening or page is not self.page:
                 continue
             if state == "pixels" and not known:
-                before, shot = shot, self._capture()
+                before, shot = shot, self.screenshot()
                 if shot != before:
                     continue
             if state != "restless" or known:
@@ -383,9 +391,19 @@ class Session(Chromium):
 
     def screenshot(self) -> bytes:
         """PNG of the viewport, env.scale pixels per CSS pixel. Waits for no font, and shows no caret."""
+        return self._seen(self._capture)
+
+    def _seen(self, look):
+        """`look()` at the active page; at the one before it where that closes itself just then."""
+        from playwright.sync_api import Error
         with self.bound(2 * self.cfg.call_timeout):
-            self._at_hand()
-            return self._capture()
+            while True:
+                self._at_hand()
+                try:
+                    return self._alive(look())
+                except Error as e:
+                    if self.fault(e) != "page_gone" or time.monotonic() > self.due:
+                        raise
 
     def _capture(self) -> bytes:
         from playwright.sync_api import Error

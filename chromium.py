@@ -40,7 +40,7 @@ UNREADABLE = psutil.Error, OSError                # of a process that has ended,
 FAULTS = (                                        # what an error says -> its kind; the first that fits
     (r"^no verdict", "verdict"), (r"model server", "model"),
     (r"Target crashed|Page crashed", "crash"), (r"connection closed|EPIPE", "driver_gone"),
-    (r"has been closed|Browser closed", "page_gone"),
+    (r"has been closed|Browser closed|no object with guid|No target with given id", "page_gone"),
     (r"ERR_NAME_NOT_RESOLVED|getaddrinfo|Name or service", "dns"),
     (r"(?i)ERR_CONNECTION_REFUSED|connection ?refused", "refused"), (r"ERR_CERT_|ERR_SSL_|\bSSL", "tls"),
     (r"ERR_TOO_MANY_REDIRECTS|redirects without end|start page went", "redirects"),

@@ -267,7 +267,7 @@ def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
         if unparsable == 3:
             episode.status = "unparsable"
             break
-        if any(map(actions.is_final, step.calls)) or session.asked(session.env.done):
+        if any(map(actions.is_final, step.calls)) or session.done():
             episode.status = "failure"
             break
     episode.final_png = png

@@ -143,6 +143,19 @@ def test_a_new_tab_is_there_before_the_next_look_and_its_opener_after_it(session
         assert session.page.url.endswith("/popup?0")
 
 
+def test_a_page_that_closes_itself_while_it_is_looked_at_is_no_fault(session):
+    start(session, "/ok")
+    first, second = session.page, session.context.new_page()
+    assert session.page is second
+
+    def look():
+        if not second.is_closed():
+            second.close()
+            second.title()
+        return session.page
+    assert session._seen(look) is first
+
+
 def test_what_never_ends_costs_the_longest_wait_once(session):
     for page in ("/long-poll-again", "/ticker", "/canvas"):
         start(session, page)
@@ -309,6 +322,7 @@ def test_a_remote_browser_is_asked_for_its_sandbox_too(uid, monkeypatch):
         ("Page.evaluate: Target crashed", "crash"),
         ("Playwright connection closed", "driver_gone"),
         ("Target page, context or browser has been closed", "page_gone"),
+        ("BrowserContext.new_cdp_session: page: no object with guid page@9efc", "page_gone"),
         ("no verdict: http://x/ cannot be read: Timeout 3000ms exceeded", "verdict"),
         ("the start page went to chrome-error://chromewebdata/", "redirects"),
         ("something else", "browser"),
