@@ -1,6 +1,6 @@
 """Environment steps per second of the rollout pool, beside a bare Playwright loop and beside BrowserGym.
 
-    python bench/rollout.py              # 3 minutes on two idle cores; the last line is one JSON object
+    python bench/rollout.py              # 4 minutes on two idle cores; the last line is one JSON object
 
 All play the same scripted episodes of MiniWoB++: open the task, then `steps` times a screenshot and a
 click, at places that end no episode, then a last screenshot and the verdict; a task is also opened once for
@@ -10,9 +10,10 @@ the pool's DevTools command, which spares what Playwright's own do around it: th
 BrowserGym's MiniWoB++ environment runs at its fastest setting, `pre_observation_delay` 0, in processes (its
 drivers cannot share one), in a virtual environment of its own under the user's cache folder, since it pins
 another Playwright; where it cannot be installed, its ratio is null and `why` says so. The systems take
-turns, `rounds` times, because a machine's speed drifts; ratios are those of the medians.
+turns, `rounds` times, because a machine's speed drifts; a ratio is the median of the rounds' own ratios.
 
     vs_bare, vs_bare_wire, vs_browsergym   steps per second, ratios
+    vs_bare_rounds           each round's
     browser, settle, model, idle   shares of the pool's thread time: browser calls; of those, waits for pages;
                              waits for answers; without a job
     mb_per_browser           memory of a browser's and its driver's processes, without what they share
@@ -53,7 +54,7 @@ class Config:
     threads: int = 4  # browsers of each system
     episodes: int = 48  # in each round
     steps: int = 5  # clicks per episode
-    rounds: int = 5  # turns of each system
+    rounds: int = 7  # turns of each system
     browsergym: bool = True  # compare with BrowserGym too
     browsergym_episodes: int = 8  # in each round: it is slow
 
@@ -302,12 +303,14 @@ def main(cfg: Config) -> None:
         worker.wait(30)
     env.close()
     middle = {name: statistics.median(row) for name, row in speeds.items() if row}
+    ratios = {name: [a / b for a, b in zip(speeds["pool"], row)] for name, row in speeds.items()}
     print(
         json.dumps(
             {
-                "vs_bare": round(middle["pool"] / middle["bare"], 3),
-                "vs_bare_wire": round(middle["pool"] / middle["bare_wire"], 3),
-                "vs_browsergym": round(middle["pool"] / middle["browsergym"], 2) if workers else None,
+                "vs_bare": round(statistics.median(ratios["bare"]), 3),
+                "vs_bare_wire": round(statistics.median(ratios["bare_wire"]), 3),
+                "vs_browsergym": round(statistics.median(ratios["browsergym"]), 2) if workers else None,
+                "vs_bare_rounds": [round(r, 2) for r in ratios["bare"]],
                 **({} if workers else {"why": why or "left out by --browsergym false"}),
                 **{f"{name}_steps_per_s": round(value, 1) for name, value in middle.items()},
                 "threads": cfg.threads,
