@@ -1,6 +1,6 @@
 """Stage 3: joint hierarchical multi-agent GRPO of a decomposer and an actor (sections 3.4, 4.3, appendix B).
 
-    python grpo_hier.py --preset demo                  # CPU, tiny model, MiniWoB++: 4 minutes
+    python grpo_hier.py --preset demo                  # CPU, tiny model, MiniWoB++: 6 minutes
     python grpo_hier.py --actor SFT_A --decomposer SFT_D --tasks TASKS --sites sites.json --judge_model JUDGE
         on one GPU of 80 GB (not run); on eight: torchrun --nproc_per_node=8 grpo_hier.py ...
     table 2:  --train_decomposer false  |  --use_plan false --M 7  |  --use_plan false --M 21
