@@ -10,7 +10,7 @@
 
 Each takes seconds on one CPU; `subgoals` also asks a judge once per episode and keeps the answers in the
 run's subgoals.jsonl, one line each: results.KEY, `done` (a bool per subtask), `judge`, `prompt` (digest).
-A run is a directory with episodes.jsonl; the statistics, and what counts as a score, are in results.py.
+A run is a directory with episodes.jsonl; statistics, and what counts as a score: records/results.py.
 Tables are written as Markdown and LaTeX, figures as PNG (figure 2 as SVG too), the rest as one JSON object.
 """
 
@@ -29,12 +29,19 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-import actions
-import llm
-import prompts
-import results
 import runtime
-from results import Resampling, compare_systems, counts, key_of, mean_and_se, read_episodes, scores_by_task
+from language import actions, prompts
+from model import llm
+from records import results
+from records.results import (
+    Resampling,
+    compare_systems,
+    counts,
+    key_of,
+    mean_and_se,
+    read_episodes,
+    scores_by_task,
+)
 from runtime import UserError
 
 
@@ -473,7 +480,7 @@ def view(cfg: Config) -> None:
                 data["images"][f"{i}/{shot}"] = base64.b64encode((folder / shot).read_bytes()).decode()
     # no "<" is left in the data, so no text of a model can end the block that holds it
     blob = json.dumps(rounded(data), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
-    template = (runtime.ROOT / "viewer.html").read_text(encoding="utf-8")
+    template = (runtime.ROOT / "records" / "viewer.html").read_text(encoding="utf-8")
     script = template.rpartition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     before, _, after = template.replace("@HASH@", f"sha256-{digest}").partition("@DATA@")

@@ -6,8 +6,8 @@
     python annotate.py stats --meta META.json --out OUT.jsonl             # table 3, cost so far, what is left
 
 76,396 answers of 20 s each, 100 under way, take 4.3 hours; memory does not grow with the trajectories.
-In: ScaleCUA's meta files (trajectories.py). Out: a line per trajectory, written as its answer arrives: {"id",
-"task", "platform", "analysis", "subtasks": [{"title", "goal"}], "unnecessary": text or "", "teacher",
+In: ScaleCUA's meta files (records/trajectories.py). Out: a line per trajectory, written when it is answered:
+{"id", "task", "platform", "analysis", "subtasks": [{"title", "goal"}], "unnecessary": text or "", "teacher",
 "prompt_hash", "usage": tokens {"input", "cached", "output"} of all its calls (a batch's: "batch_input", ...),
 "n_steps"}, "metadata" where the server sent some; OUT.jsonl.quarantine.jsonl: {"where", "reason", "usage"}
 for what gets no usable answer; OUT.jsonl.again.jsonl: {"id", "usage", "answer"}, paid for and to be asked
@@ -20,7 +20,6 @@ not; one unreadable screenshot quarantines its trajectory; screenshots are scale
 
 import contextlib
 import itertools
-import json
 import queue
 import signal
 import threading
@@ -32,11 +31,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import llm
 import runtime
-from prompts import Prompts, load_prompts, parse_teacher
+from language.prompts import Prompts, load_prompts, parse_teacher
+from model import llm
+from records.trajectories import Quarantine, Trajectory, TrajectoryFiles, load_image, read_image, read_meta
 from runtime import UserError, each_jsonl
-from trajectories import Quarantine, Trajectory, TrajectoryFiles, load_image, read_image, read_meta
 
 TABLE_3 = {"Windows": (5873, 2.68, 1.2), "macOS": (3845, 2.43, 1.1), "Linux": (25122, 2.20, 1.8),
            "Android": (17245, 2.84, 1.6), "Web": (24311, 2.73, 1.5), "Total": (76396, 2.56, 1.6)}  # paper
@@ -50,7 +49,7 @@ class Config:
     base_url: str = ""                   # any OpenAI-compatible server; "" = OpenAI's
     api: str = "responses"               # responses | chat; codex models know only the first
     prompt_file: str = ""                # another text for the teacher, with {TASK}, {STEP_i}, ...
-    prompts: str = ""                    # JSON file that replaces texts of prompts.py by name
+    prompts: str = ""                    # JSON file that replaces texts of language/prompts.py by name
     concurrency: int = 32                # requests under way
     encoders: int = 2                    # threads that scale and encode screenshots
     max_side: int = 1280                 # px, larger screenshots are scaled down to this; 0 = as they are

@@ -12,10 +12,17 @@ from pathlib import Path
 
 import torch
 
-from episode_log import fault_counts
+from records.episode_log import fault_counts
 from rollout import Group
-from runtime import (UserError, World, atomic_directory, drop_old_checkpoints, gather_objects,
-                     latest_checkpoint, read_jsonl)
+from runtime import (
+    UserError,
+    World,
+    atomic_directory,
+    drop_old_checkpoints,
+    gather_objects,
+    latest_checkpoint,
+    read_jsonl,
+)
 
 PHASES = ("browser", "waiting", "idle", "generation", "update", "sync")
 

@@ -9,7 +9,7 @@ Systems: decomposer and actor; with --use_plan false an actor alone; each of the
 on an OpenAI-compatible server (--actor_model NAME --actor_url http://HOST/v1); a native agent of others, by
 --dialect, --coordinates, --prompts and --use_plan false; a planner with a grounder (--planner_model, ...).
 In:  stage 2's checkpoints, stage 3's run directory for the adapters, or servers; an environment's tasks.
-Out: RUN/episodes.jsonl + shots/ (fields: episode_log.py, and `commit`, the code that ran it);
+Out: RUN/episodes.jsonl + shots/ (fields: records/episode_log.py, and `commit`, the code that ran it);
      RUN/result.json: success and its standard error (clustered by task) per site and over all tasks, by every
      evaluator profile from the same episodes, with n, n_infra, n_unknown, n_unparsable; and what it takes to
      believe them: system, judge, prompts_hash, commit, config.
@@ -28,14 +28,25 @@ from pathlib import Path
 
 import torch
 
-from agents import PlannerGrounder, PlannerPrompts, Remote
-from episode_log import EpisodeLog
-from policy import Policy, need_model
-from prompts import Prompts, load_prompts
-from results import counts, mean_and_se, scores_by_task
+from language.prompts import Prompts, load_prompts
+from model.policy import Policy, need_model
+from model.remote import PlannerGrounder, PlannerPrompts, Remote
+from records.episode_log import EpisodeLog
+from records.results import counts, mean_and_se, scores_by_task
 from rollout import Pool, RolloutConfig, load_environment
-from runtime import (DTYPES, UserError, check, code_version, latest_checkpoint, launch, only_process,
-                     open_run, read_jsonl, rewrite_jsonl, write_atomic)
+from runtime import (
+    DTYPES,
+    UserError,
+    check,
+    code_version,
+    latest_checkpoint,
+    launch,
+    only_process,
+    open_run,
+    read_jsonl,
+    rewrite_jsonl,
+    write_atomic,
+)
 
 
 @dataclass(frozen=True)
@@ -204,7 +215,7 @@ def dry_run(cfg: Config) -> None:
     done = sum(line["reward"] is not None for line in read_jsonl(file))
     print(f"{describe_system(cfg)}\n{cfg.env} {cfg.split}: {len(tasks)} tasks x {cfg.runs} runs = "
           f"{len(tasks) * cfg.runs} episodes of at most {cfg.max_steps} actions, in {cfg.threads} browsers\n"
-          f"{cfg.run_dir}: {done} episodes are there already; sites, judge: env_webarena.py check")
+          f"{cfg.run_dir}: {done} episodes are there already; sites, judge: python -m sites.webarena check")
     env.close()
 
 

@@ -4,12 +4,12 @@
     python grpo_hier.py --actor SFT_A --decomposer SFT_D --tasks TASKS --sites sites.json --judge_model JUDGE
         on one GPU of 80 GB (not run); on eight: torchrun --nproc_per_node=8 grpo_hier.py ...
     table 2:  --train_decomposer false  |  --use_plan false --M 7  |  --use_plan false --M 21
-    servers generate:  --engine vllm --actor_url http://a:8000/v1,... --decomposer_url ...    (see engine.py)
+    servers generate:  --engine vllm --actor_url http://a:8000/v1,... --decomposer_url ...   (model/engine.py)
 
 In:  two stage-2 checkpoints, an environment's training tasks.
 Out: RUN/checkpoints/N/{actor,decomposer} (LoRA adapters, PEFT format, with optimizers), RUN/log.jsonl (one
      object per rollout batch; the README's glossary defines every key), RUN/episodes.jsonl + shots/
-     (fields: episode_log.py).
+     (fields: records/episode_log.py).
 A run killed at any moment goes on from its last rollout batch and, with the local engine, one browser and no
 --pipeline, ends with the same bytes. With --pipeline 1 a batch is drawn with the weights before the last
 update (the first one after a restart: with the newest), and its log π_old are the sampler's own.
@@ -32,15 +32,34 @@ from pathlib import Path
 
 import torch
 
-from bookkeeping import (PHASES, Stopwatch, load_checkpoint, phase_table, rollout_phases, save_checkpoint,
-                         statistics, total)
-from engine import addresses, load_engine
-from episode_log import EpisodeLog
-from policy import Policy, Sample, need_model, parameter_count
-from prompts import load_prompts
+from bookkeeping import (
+    PHASES,
+    Stopwatch,
+    load_checkpoint,
+    phase_table,
+    rollout_phases,
+    save_checkpoint,
+    statistics,
+    total,
+)
+from language.prompts import load_prompts
+from model.engine import addresses, load_engine
+from model.policy import Policy, Sample, need_model, parameter_count
+from records.episode_log import EpisodeLog
 from rollout import Group, Pool, RolloutConfig, load_environment
-from runtime import (DTYPES, UserError, all_reduce_flat_, append_jsonl, check, gather_objects,
-                     latest_checkpoint, launch, open_run, process_group, rewrite_jsonl)
+from runtime import (
+    DTYPES,
+    UserError,
+    all_reduce_flat_,
+    append_jsonl,
+    check,
+    gather_objects,
+    latest_checkpoint,
+    launch,
+    open_run,
+    process_group,
+    rewrite_jsonl,
+)
 
 # B tasks of a rollout batch, K plans per task, M episodes per plan, N samples, T tokens of a padded response.
 # D and A are the roles, never dimensions. A sample is one response: a plan d_i, or one action a_ijk.

@@ -1,13 +1,13 @@
 """Task + plan + policy -> episode: what an environment is, the episode loop, the threaded pool.
 
-Every thread of the pool has a browser of its own (browser.py). The threads put their generation requests into
-one queue; the calling thread, which owns the models, answers whatever has gathered there in dynamic batches.
+Every thread of the pool has a browser of its own (web/session.py). The threads put their generation requests
+into one queue; the calling thread, which owns the models, answers what has gathered there in dynamic batches.
 A model that lives on a server takes each request as it comes. No episode waits for another one; plans and
 steps of several tasks are in flight at once. An episode depends on (task, plan, k, m, seed) only.
 
 A broken browser or site is data: the episode is run again, and if it still fails its status is `infra`, its
 reward None (PAPER-GAP 7). Three unparsable answers in a row end an episode (12); `response` ends it like
-`terminate` does (13). episode_log.py writes down what happened.
+`terminate` does (13). records/episode_log.py writes down what happened.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import hashlib
 import importlib.util
 import itertools
 import queue
+import re
 import threading
 import time
 import traceback
@@ -25,12 +26,11 @@ from functools import partial
 
 from tqdm import tqdm
 
-import actions
-import dialects
-from browser import Session
-from chromium import SITE, Watchdog, web_errors
-from prompts import format_plan, parse_plan
+from language import actions, dialects
+from language.prompts import format_plan, parse_plan
 from runtime import UserError, check
+from web.chromium import SITE, Watchdog, web_errors
+from web.session import Session
 
 
 # -------------------------------------------------------------------------------------------- what things are
@@ -154,7 +154,7 @@ class Group:
 @dataclass(frozen=True)
 class RolloutConfig:
     """The settings of stages 3 and 4 that say where and how episodes happen; their Config extends it."""
-    env: str = "webarena"                         # environment: miniwob or webarena (env_NAME.py)
+    env: str = "webarena"                         # environment: miniwob or webarena (sites/NAME)
     split: str = "train647"                       # which tasks; webarena: README; miniwob: train, eval
     tasks: str = ""                               # miniwob: page names; webarena: task file or folder
     instances: int = 100                          # miniwob: instances per page and split
@@ -169,7 +169,7 @@ class RolloutConfig:
     judge_base_url: str = ""                      # webarena: the judge's server; "": OpenAI's
     judge_api: str = "responses"                  # webarena: its protocol: responses or chat
     judge_cache: str = ""                         # webarena: directory of the judge's answers
-    prompts: str = ""                             # JSON file that replaces texts of prompts.py
+    prompts: str = ""                             # JSON file that replaces texts of language/prompts.py
     threads: int = 8                              # browsers
     max_steps: int = 15                           # T, actions per episode, sec. 4.3
     temperature_D: float = 0.8                    # sampling temperature of the decomposer
@@ -202,10 +202,10 @@ class RolloutConfig:
 
 
 def load_environment(cfg: RolloutConfig) -> Environment:
-    """`make(cfg)` of env_NAME.py: a new environment needs such a file and nothing else."""
-    if importlib.util.find_spec(f"env_{cfg.env}") is None:
-        raise UserError(f"--env {cfg.env}: there is no env_{cfg.env}.py; there are miniwob and webarena")
-    return importlib.import_module(f"env_{cfg.env}").make(cfg)
+    """`make(cfg)` of sites/NAME.py: a new environment needs such a file (or folder) and nothing else."""
+    if not re.fullmatch(r"\w+", cfg.env) or importlib.util.find_spec(f"sites.{cfg.env}") is None:
+        raise UserError(f"--env {cfg.env}: there is no sites/{cfg.env}; there are miniwob and webarena")
+    return importlib.import_module(f"sites.{cfg.env}").make(cfg)
 
 
 # --------------------------------------------------------------------------------------------------- episodes

@@ -6,9 +6,9 @@
     --use_plan false trains the actor without subtasks, which two rows of table 2 start from
     python sft.py export --run_dir RUN              # RUN/hf_so_far from an unfinished run's newest checkpoint
 
-In:  GUI records in ScaleCUA's form (formats: trajectories.py) and the decompositions.jsonl of stage 1.
+In:  GUI records in ScaleCUA's form (records/trajectories.py) and the decompositions.jsonl of stage 1.
 Out: RUN/hf, a plain Hugging Face directory; RUN/log.jsonl (one object per optimizer step) and RUN/eval.jsonl;
-RUN/quarantine.jsonl (what was left out, and why); RUN/checkpoints/N; RUN/index.npy (data.py).
+RUN/quarantine.jsonl (what was left out, and why); RUN/checkpoints/N; RUN/index.npy (records/examples.py).
 Decomposer: (x, o_0) -> d, one example per trajectory. Actor: (x, o_t, h_t, d) -> a_t, one per record.
 
 A 7B takes 16 bytes a parameter while it trains (133 GB): eight GPUs of 80 GB, 44 GB each (`--dry_run`).
@@ -33,20 +33,35 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_state_dict,
-                                                     set_state_dict)
-from torch.distributed.fsdp import (FSDPModule, MixedPrecisionPolicy, fully_shard,
-                                    register_fsdp_forward_method)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from tqdm import tqdm
 
-import data
-import flops
-import trajectories
-from attention import pieces_to, separate_records
-from policy import Inputs, forward_hidden, load_model, need_model, parameter_count, token_logp
-from prompts import Subtask, format_plan, load_prompts
-from runtime import (DTYPES, UserError, World, append_jsonl, atomic_directory, check, drop_old_checkpoints,
-                     gather_objects, latest_checkpoint, launch, open_run, process_group, rewrite_jsonl)
+from language.prompts import Subtask, format_plan, load_prompts
+from model import flops
+from model.attention import pieces_to, separate_records
+from model.policy import Inputs, forward_hidden, load_model, need_model, parameter_count, token_logp
+from records import examples, trajectories
+from runtime import (
+    DTYPES,
+    UserError,
+    World,
+    append_jsonl,
+    atomic_directory,
+    check,
+    drop_old_checkpoints,
+    gather_objects,
+    latest_checkpoint,
+    launch,
+    open_run,
+    process_group,
+    rewrite_jsonl,
+)
 
 # N rows of a micro-batch, S positions of a row, n target tokens of all examples
 
@@ -58,7 +73,7 @@ class Config:
     meta: str = "meta.json"              # ScaleCUA meta file, or several separated by commas
     decompositions: str = "decompositions.jsonl"  # stage 1's output
     run_dir: str = "runs/sft_{role}"     # run directory; the same one again goes on where it stopped
-    prompts: str = ""                    # JSON file that replaces texts of prompts.py
+    prompts: str = ""                    # JSON file that replaces texts of language/prompts.py
     use_plan: bool = True                # false: the actor's prompts carry no subtasks (table 2)
     epochs: int = 1                      # sec. 4.3
     max_steps: int = 0                   # optimizer steps, overrides epochs when positive
@@ -101,33 +116,33 @@ def loss_sft(logp_n, n_tokens: int):
 
 
 # ------------------------------------------------------------------------------------------------------- data
-def datasets(cfg: Config, inputs: Inputs, world, run: Path) -> tuple[data.Steps, data.Steps]:
+def datasets(cfg: Config, inputs: Inputs, world, run: Path) -> tuple[examples.Steps, examples.Steps]:
     """(optimizer steps, held-out ones) of this rank. Raises UserError when there is nothing to learn from."""
     plans = {}
     if cfg.use_plan or cfg.role == "decomposer":
         plans = {id: format_plan([Subtask(*s) for s in subtasks])
                  for id, subtasks in trajectories.load_decompositions(cfg.decompositions).items()}
     if world.main and not (run / "index.npy").exists():
-        data.write_index(run / "index.npy", cfg.role, cfg.meta, plans, inputs,
+        examples.write_index(run / "index.npy", cfg.role, cfg.meta, plans, inputs,
                          trajectories.Quarantine(run / "quarantine.jsonl"))
     gather_objects(None, world)
-    table = data.read_index(run / "index.npy", plans)
-    rows, held = data.split(table, cfg.held_out, cfg.seed)
+    table = examples.read_index(run / "index.npy", plans)
+    rows, held = examples.split(table, cfg.held_out, cfg.seed)
     if not len(rows):
         raise UserError(f"no examples for the {cfg.role}: {cfg.meta} and {cfg.decompositions} have no "
                         f"trajectory in common, or --held_out {cfg.held_out} left none; "
                         f"run annotate.py on this data first (and remove {run})")
-    source = data.Source(table, cfg.role, cfg.meta, list(plans.values()), load_prompts(cfg.prompts),
+    source = examples.Source(table, cfg.role, cfg.meta, list(plans.values()), load_prompts(cfg.prompts),
                          load_prompts(cfg.prompts, think=True), inputs, cfg.max_length,
                          getattr(torch, cfg.dtype))
-    shape = data.Shape(cfg.packing, cfg.row_tokens, cfg.batch_size)
-    return (data.Steps(source, rows, cfg.global_batch, shape, world.rank, world.size, cfg.seed),
-            data.Steps(source, held, cfg.global_batch, shape, world.rank, world.size, None))
+    shape = examples.Shape(cfg.packing, cfg.row_tokens, cfg.batch_size)
+    return (examples.Steps(source, rows, cfg.global_batch, shape, world.rank, world.size, cfg.seed),
+            examples.Steps(source, held, cfg.global_batch, shape, world.rank, world.size, None))
 
 
 # -------------------------------------------------------------------------------------------------- the model
 class TargetLogp(nn.Module):
-    """The model as training needs it: a micro-batch of data.collate -> log π of its target tokens.
+    """The model as training needs it: a micro-batch of examples.collate -> log π of its target tokens.
 
     A module, so that FSDP2 gathers around it.
     """
@@ -272,8 +287,8 @@ def gathered(module):
 
 
 @torch.no_grad()
-def evaluate(module, held: data.Steps, cfg: Config, world, blank: dict) -> dict:
-    """Held-out loss (Eqs. 3, 4); for the actor also how its greedy answers score, by kind (data.score)."""
+def evaluate(module, held: examples.Steps, cfg: Config, world, blank: dict) -> dict:
+    """Held-out loss (Eqs. 3, 4); for the actor also how its greedy answers score (examples.score)."""
     total, n, scores = 0.0, 0, defaultdict(list)
     with gathered(module), autocast(cfg, world):
         for item in held.load(0, len(held), cfg.workers, world.device):
@@ -288,7 +303,7 @@ def evaluate(module, held: data.Steps, cfg: Config, world, blank: dict) -> dict:
                     continue
                 total, n = total - float(logp_n.sum()), n + len(logp_n)
                 for text, (_, _, size, record) in zip(texts, batch["examples"]):
-                    for name, value in data.score(text, record, size).items():
+                    for name, value in examples.score(text, record, size).items():
                         scores[record.kind, name].append(value)
     every = gather_objects((total, n, dict(scores)), world)
     kinds: dict = defaultdict(dict)
@@ -357,7 +372,7 @@ def dry_run(cfg: Config) -> None:
 def train(cfg: Config, world, run: Path) -> None:
     inputs = Inputs(cfg.model)
     steps, held = datasets(cfg, inputs, world, run)
-    blank = data.collate([steps.source.blank()], inputs, cfg.packing)
+    blank = examples.collate([steps.source.blank()], inputs, cfg.packing)
     module = build(cfg, world)
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=cfg.lr,
                                   weight_decay=cfg.weight_decay)

@@ -33,9 +33,9 @@ from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import runtime  # noqa: E402  (the project root is not a package)
-import trajectories  # noqa: E402
-from demo import teacher  # noqa: E402
+import runtime
+from demo import teacher
+from records import trajectories
 
 GOOD = teacher.appendix_a({"subtasks": [{"title": "Open the page", "goal": "The page is open."},
                                         {"title": "Press the button", "goal": "It has been pressed."}],

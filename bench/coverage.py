@@ -18,8 +18,8 @@ import numpy as np
 from scipy.special import expit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import results  # noqa: E402
-import runtime  # noqa: E402
+import runtime
+from records import results
 
 
 @dataclass

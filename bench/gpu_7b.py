@@ -35,14 +35,14 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import data  # noqa: E402  (the project root is not a package)
-import flops  # noqa: E402
-import grpo_hier  # noqa: E402
-import policy as room  # noqa: E402
-import runtime  # noqa: E402
-import sft as stage_2  # noqa: E402
-from attention import group_windows, separate_records  # noqa: E402
-from demo import tiny_model  # noqa: E402
+import grpo_hier
+import runtime
+import sft as stage_2
+from demo import tiny_model
+from model import flops
+from model import policy as room
+from model.attention import group_windows, separate_records
+from records import examples
 
 IMAGE_ID, LAYERS = 151655, 28
 
@@ -171,20 +171,20 @@ def sft_arithmetic(cfg: SftConfig) -> dict:
 
 
 def packed_row(cfg: SftConfig, image_id: int, vocabulary: int) -> dict:
-    """A row of random records, each with a screenshot, as data.collate makes it."""
+    """A row of random records, each with a screenshot, as examples.collate makes it."""
     dice = torch.Generator().manual_seed(0)
     h, w = cfg.image_height // 14, cfg.image_width // 14
     length = cfg.row_tokens // cfg.records
-    examples = []
+    made = []
     for _ in range(cfg.records):
         text = torch.randint(1, image_id, (length - h * w // 4,), generator=dice).tolist()
         prompt = text[:3] + [image_id] * (h * w // 4) + text[3:len(text) - cfg.targets]
-        examples.append(data.Encoded(prompt, text[len(text) - cfg.targets:],
+        made.append(examples.Encoded(prompt, text[len(text) - cfg.targets:],
                                      torch.randn(h * w, 1176, generator=dice), torch.tensor([[1, h, w]]),
                                      (cfg.image_width, cfg.image_height), None))
     names = SimpleNamespace(pad_id=0, image_id=image_id, images=SimpleNamespace(merge_size=2))
     assert vocabulary > image_id
-    return data.collate(examples, names, packing=True)
+    return examples.collate(made, names, packing=True)
 
 
 def sft_measured(layers: int, cfg: SftConfig, device: str) -> dict:

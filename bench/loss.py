@@ -33,9 +33,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import grpo_hier  # noqa: E402  (the project root is not a package)
-import runtime  # noqa: E402
-from policy import token_logp  # noqa: E402
+import grpo_hier
+import runtime
+from model.policy import token_logp
 
 TRL = "trl==1.16.0"
 VENV = ROOT / ".venv-trl"

@@ -33,10 +33,10 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import grpo_hier  # noqa: E402  (the project root is not a package)
-import runtime  # noqa: E402
-from demo import tiny_model  # noqa: E402
-from policy import Policy  # noqa: E402
+import grpo_hier
+import runtime
+from demo import tiny_model
+from model.policy import Policy
 
 PACKAGES = ("torch==2.14.1", "torchvision==0.29.1", "trl==1.16.0", "transformers==5.24.0", "peft==0.21.2")
 VENV = ROOT / ".venv-rl"
@@ -125,7 +125,7 @@ class Trl:
         from transformers import Qwen2_5_VLForConditionalGeneration
         from trl import GRPOConfig, GRPOTrainer
 
-        from policy import LORA_TARGETS
+        from model.policy import LORA_TARGETS
         rows = [{"prompt": [{"role": "user", "content": TEXT + str(p)}], "image": screenshot(p)}
                 for p in range(cfg.prompts)]
         n, self.times = cfg.prompts * cfg.group, []

@@ -37,10 +37,10 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from chromium import CHROMIUM_ARGS, chromium  # noqa: E402  (the project root is not a package)
-from env_miniwob import MiniWob, html_root  # noqa: E402
-from rollout import Pool, RolloutConfig  # noqa: E402
-from runtime import launch  # noqa: E402
+from rollout import Pool, RolloutConfig
+from runtime import launch
+from sites.miniwob import MiniWob, html_root
+from web.chromium import CHROMIUM_ARGS, chromium
 
 CLICKS = {  # page: places of which no click ends the episode
     "use-spinner": [(146, 72), (146, 81), (60, 160)],

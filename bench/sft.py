@@ -34,12 +34,11 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import data  # noqa: E402  (the project root is not a package)
-import runtime  # noqa: E402
-import sft  # noqa: E402
-import trajectories  # noqa: E402
-from demo import tiny_model  # noqa: E402
-from policy import Inputs  # noqa: E402
+import runtime
+import sft
+from demo import tiny_model
+from model.policy import Inputs
+from records import examples, trajectories
 
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 
@@ -98,7 +97,7 @@ def ours(cfg: Config) -> list[float]:
     stage, world = settings(cfg), runtime.World()
     inputs = Inputs(stage.model)
     steps, _ = sft.datasets(stage, inputs, world, Path(stage.run_dir))
-    blank = data.collate([steps.source.blank()], inputs, True)
+    blank = examples.collate([steps.source.blank()], inputs, True)
     module = sft.build(stage, world)
     optimizer = torch.optim.AdamW(module.parameters(), lr=stage.lr, weight_decay=0.0)
     ends = []
@@ -200,7 +199,7 @@ def main(cfg: Config) -> None:
         prepare(Path(work), cfg)
         stage = settings(cfg.__class__(**{**vars(cfg), "work": work}))
         Path(stage.run_dir).mkdir()
-        data.write_index(Path(stage.run_dir) / "index.npy", "actor", stage.meta, {}, Inputs(stage.model),
+        examples.write_index(Path(stage.run_dir) / "index.npy", "actor", stage.meta, {}, Inputs(stage.model),
                          trajectories.Quarantine())
         names = ["ours", "trainer", "trl"]
         for _ in range(cfg.repeats):

@@ -34,7 +34,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import runtime  # noqa: E402  (the project root is not a package)
+import runtime
 
 
 @dataclass

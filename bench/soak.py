@@ -28,10 +28,11 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from hostile import SCENARIOS, Hostile, Prompts, act, left_behind, outcome  # noqa: E402  (no package)
-from episode_log import fault_counts  # noqa: E402
-from rollout import Pool, RolloutConfig  # noqa: E402
-from runtime import launch  # noqa: E402
+from hostile import SCENARIOS, Hostile, Prompts, act, left_behind, outcome
+
+from records.episode_log import fault_counts
+from rollout import Pool, RolloutConfig
+from runtime import launch
 
 
 @dataclass

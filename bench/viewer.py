@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import analysis  # noqa: E402
-import browser  # noqa: E402
-import runtime  # noqa: E402
+import analysis
+import runtime
+from web import session
 
 WORDS = ("open the order page filter by status choose a customer write the address confirm and save then "
          "check that entry is listed scroll to end press enter search results settings profile cart").split()
@@ -92,8 +92,8 @@ def episode(i: int, instruction: str, pictures: int, rng: random.Random, size) -
 def measure(page_file: Path) -> dict:
     from playwright.sync_api import sync_playwright
     with sync_playwright() as p:
-        args = browser.CHROMIUM_ARGS
-        chromium = p.chromium.launch(executable_path=browser.chromium(), args=args)
+        args = session.CHROMIUM_ARGS
+        chromium = p.chromium.launch(executable_path=session.chromium(), args=args)
         page = chromium.new_page(viewport={"width": 1500, "height": 950})
         page.goto(page_file.resolve().as_uri(), wait_until="commit")
         page.wait_for_selector("html[data-ready]", state="attached")

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import runtime  # noqa: E402  (the project root is not a package)
-from browser import Session  # noqa: E402
-from env_miniwob import MiniWob  # noqa: E402
-from rollout import RolloutConfig  # noqa: E402
+import runtime
+from rollout import RolloutConfig
+from sites.miniwob import MiniWob
+from web.session import Session
 
 # Share of the demonstrations of a page that follow its wrong plan (where it differs from the right one).
 HABITS = {"choose-date-easy": 0.6, "grid-coordinate": 0.6, "use-spinner": 0.55, "click-tab": 0.0}

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import runtime  # noqa: E402  (the project root is not a package)
+import runtime
 
 MODEL = "scripted-local-teacher"
 METADATA = {"teacher": "scripted local teacher (demo/teacher.py), no language model answered this"}

@@ -26,7 +26,7 @@ def tiny_model(tmp_path_factory) -> Path:
     import torch
 
     from demo import tiny_model
-    from policy import load_model
+    from model.policy import load_model
     torch.set_num_threads(1)                      # tensors are small and the cores are shared
     out = tmp_path_factory.mktemp("checkpoint")
     tiny_model.build(tiny_model.Config(str(out / "small"), str(ROOT / "demo" / "prompts.json"), hidden=64,
@@ -46,7 +46,7 @@ def make_policy(tiny_model):
     """make_policy(role, ...) -> Policy on the tiny model, its adapter moved from zero (with seed `moved`)."""
     import torch
 
-    from policy import Policy
+    from model.policy import Policy
 
     def make(role="actor", moved=1, **settings):
         policy = Policy(tiny_model, role, **{"r": 4, "alpha": 8} | settings)
@@ -67,9 +67,9 @@ def policy(make_policy):
 @pytest.fixture(scope="session")
 def tabs():
     """Centres of click-tab's tabs, in page pixels: their number -> (x, y)."""
-    from browser import Session
-    from env_miniwob import MiniWob
     from rollout import RolloutConfig
+    from sites.miniwob import MiniWob
+    from web.session import Session
     environment = MiniWob("click-tab", instances=1)
     session = Session(environment, RolloutConfig())
     session.open(environment.tasks("eval")[0])

@@ -11,8 +11,19 @@ import math
 import torch
 
 import grpo_hier
-from grpo_hier import (advantage_A, advantage_D, clipped, kl, loss_A, loss_D, loss_joint, pad, plan_return,
-                       ratio, role_loss)
+from grpo_hier import (
+    advantage_A,
+    advantage_D,
+    clipped,
+    kl,
+    loss_A,
+    loss_D,
+    loss_joint,
+    pad,
+    plan_return,
+    ratio,
+    role_loss,
+)
 
 
 class Rollouts:

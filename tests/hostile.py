@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from chromium import below
 from rollout import Environment, Task, Verdict
+from web.chromium import below
 
 CLICK = "click(x=60, y=60)"
 END = "terminate(status='success')"

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import runtime  # noqa: E402  (the project root is not a package)
+import runtime
 
-TESTS = ("test_equations", "test_grpo_hier", "test_policy")
+TESTS = ("test_equations", "test_grpo_hier", "model/test_policy")
 # file: name of the fault; the source it replaces, which occurs once (test_house.py looks); its replacement
 FAULTS = r"""
 grpo_hier.py: population std
@@ -206,111 +206,111 @@ grpo_hier.py: schedule depends on the number of ranks
 - random.Random(f"{cfg.seed} {epoch}")
 + random.Random(f"{cfg.seed} {epoch} {world_size}")
 
-policy.py: temperature forgotten
+model/policy.py: temperature forgotten
 - (logits.float() / T).index_fill_
 + (logits.float() / 1).index_fill_
 
-policy.py: banned ids allowed
+model/policy.py: banned ids allowed
 - .index_fill_(-1, banned, -torch.inf)
 +
 
-policy.py: log-prob gradient without temperature
+model/policy.py: log-prob gradient without temperature
 - @ W_VH) / Z) / T if
 + @ W_VH) / Z) if
 
-policy.py: log-prob gradient of the chosen token only
+model/policy.py: log-prob gradient of the chosen token only
 - W_VH[y].float() - (e.to(W_VH.dtype) @ W_VH) / Z)
 + W_VH[y].float())
 
-policy.py: log-probs one position late
+model/policy.py: log-probs one position late
 - at.append([P - 1, *range(start, end - 1)][:end - start])
 + at.append([P, *range(start + 1, end)][:end - start])
 
-policy.py: responses behind one prompt see each other
+model/policy.py: responses behind one prompt see each other
 - mask_NSS = ((of == 0) | (of == by)) &
 + mask_NSS = (of >= 0) &
 
-policy.py: positions run on from the response before
+model/policy.py: positions run on from the response before
 -             position_3NS[:, r, start:end] -= before
 +
 
-policy.py: sampled end left out
+model/policy.py: sampled end left out
 - return Sample(prompt_ids, q.png, image_size, response_ids, logp, text, cut, seen)
 + return Sample(prompt_ids, q.png, image_size, response_ids[:-1], logp[:-1], text, cut, seen)
 
-policy.py: only one end is known
+model/policy.py: only one end is known
 - sorted({self.end_id, self.pad_id})
 + [self.end_id]
 
-policy.py: decoded on after the end
+model/policy.py: decoded on after the end
 - if drawn[i][0][-1] not in self.inputs.stop_ids and len(
 + if len(
 
-policy.py: limit of the longest request for all
+model/policy.py: limit of the longest request for all
 - < limits[i]]
 + < max(limits)]
 
-policy.py: positions of new tokens one late
+model/policy.py: positions of new tokens one late
 - inputs["position_ids"][0, :, -1][rows] + 1
 + inputs["position_ids"][0, :, -1][rows] + 2
 
-policy.py: features of another screenshot
+model/policy.py: features of another screenshot
 - return [seen[png] for png in pngs]
 + return [seen[png] for png in pngs[::-1]]
 
-policy.py: a twin shares the adapter
+model/policy.py: a twin shares the adapter
 - if id(p) not in own}
 + }
 
-policy.py: attention to padding
+model/policy.py: attention to padding
 - ids[i, at], mask[i, at] = torch.tensor(row), 1
 + ids[i, at], mask[i] = torch.tensor(row), 1
 
-policy.py: image types forgotten
+model/policy.py: image types forgotten
 - "mm_token_type_ids": (ids == self.image_id).long()
 + "mm_token_type_ids": torch.zeros_like(ids)
 
-policy.py: images in another order
+model/policy.py: images in another order
 - for png in pngs], return_tensors
 + for png in pngs[::-1]], return_tensors
 
-policy.py: missing token types accepted
+model/policy.py: missing token types accepted
 - if "mm_token_type_ids" not in inputs:
 + if False:
 
-policy.py: sampler noise of one sign
+model/policy.py: sampler noise of one sign
 - .exponential_(generator=self.generators[i]).log_().neg_()
 + .exponential_(generator=self.generators[i]).log_()
 
-policy.py: one seed for all requests
+model/policy.py: one seed for all requests
 - manual_seed(s) for s in seeds]
 + manual_seed(0) for s in seeds]
 
-policy.py: response written again from its text
+model/policy.py: response written again from its text
 - tails[r] += s.response_ids
 + tails[r] += self.inputs.tokenizer(s.text)["input_ids"]
 
-policy.py: dropout acts
+model/policy.py: dropout acts
 - adapter_name=role).eval()
 + adapter_name=role).train()
 
-policy.py: LoRA on the vision tower too
+model/policy.py: LoRA on the vision tower too
 - r".*language_model.*\.(q_proj
 + r".*\.(q_proj
 
-policy.py: reference with the adapter
+model/policy.py: reference with the adapter
 - self.peft.disable_adapter() if reference
 + torch.no_grad() if reference
 
-policy.py: any adapter name accepted
+model/policy.py: any adapter name accepted
 - if role in n.split(".")]
 + if False]
 
-policy.py: adapter of another scale accepted
+model/policy.py: adapter of another scale accepted
 - if (saved["r"], saved["lora_alpha"]) != (own.r, own.lora_alpha):
 + if saved["r"] != own.r:
 
-policy.py: adapter that does not fit accepted
+model/policy.py: adapter that does not fit accepted
 -         if mine != set(state):
 +         if False:
 
@@ -347,11 +347,11 @@ MUTANTS = read_faults(FAULTS)
 
 def copy(directory: Path) -> None:
     """The sources and the tests that are run; no data, no environment."""
-    for pattern in ("*.py", "pyproject.toml", "demo/*", "bench/*.py", "tests/*.py"):
+    for pattern in ("*.py", "pyproject.toml", "demo/*", "bench/*.py", "tests/**/*.py", "*/**/*.py"):
         for file in ROOT.glob(pattern):
-            if file.is_file():
+            if file.is_file() and not file.relative_to(ROOT).parts[0].startswith(".venv"):
                 target = directory / file.relative_to(ROOT)
-                target.parent.mkdir(exist_ok=True)
+                target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, target)
 
 

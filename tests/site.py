@@ -17,7 +17,7 @@ import secrets
 import threading
 from urllib.parse import parse_qsl, urlsplit
 
-from webarena_sites import ACCOUNTS
+from sites.webarena.replicas import ACCOUNTS
 
 
 def written(path, thing) -> str:

@@ -15,10 +15,10 @@ from model_server import serving
 from PIL import Image
 
 import analysis
-import browser
-import results
 from analysis import Config
+from records import results
 from runtime import UserError
+from web import session
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT.parent / "shared/seeds/000_085da43796ecbd44.txt"
@@ -274,8 +274,8 @@ HOSTILE = ("</script><script>window.hacked = 1</script><!-- <img src=x onerror='
 def chromium():
     from playwright.sync_api import sync_playwright
     with sync_playwright() as p:
-        args = browser.CHROMIUM_ARGS
-        b = p.chromium.launch(executable_path=browser.chromium(), args=args)
+        args = session.CHROMIUM_ARGS
+        b = p.chromium.launch(executable_path=session.chromium(), args=args)
         yield b
         b.close()
 

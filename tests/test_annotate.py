@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from model_server import serving
 from PIL import Image
 
 import annotate
@@ -19,7 +19,6 @@ import runtime
 from annotate import Config, main, stats
 from bench import annotate as bench
 from demo import teacher
-from model_server import serving
 from runtime import UserError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from model_server import serving
 from test_annotate import asked_for, config, data, tokens, written  # noqa: F401  (data is a fixture)
 
 import annotate
 import runtime
 from annotate import main, stats
 from bench import annotate as bench
-from model_server import serving
 from runtime import UserError
 
 GOOD, SIX = bench.GOOD, bench.SIX

@@ -20,10 +20,10 @@ sys.path.insert(0, str(ROOT / "demo"))
 import demonstrate  # noqa: E402
 import tiny_model  # noqa: E402
 
-import actions  # noqa: E402
-import trajectories  # noqa: E402
-from policy import Inputs, forward_hidden, load_model  # noqa: E402
-from prompts import Subtask, format_plan, load_prompts, parse_plan  # noqa: E402
+from language import actions  # noqa: E402
+from language.prompts import Subtask, format_plan, load_prompts, parse_plan  # noqa: E402
+from model.policy import Inputs, forward_hidden, load_model  # noqa: E402
+from records import trajectories  # noqa: E402
 from runtime import UserError, config_class, parse_args  # noqa: E402
 
 

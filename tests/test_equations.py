@@ -14,12 +14,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from exact import Rollouts, Toy, TrlCase
 
 import grpo_hier
-from exact import Rollouts, Toy, TrlCase
-from grpo_hier import (advantage_A, advantage_D, clipped, kl, loss_A, loss_A_printed, loss_D, loss_D_printed,
-                       loss_joint, plan_return, ratio)
-from policy import Sample, token_logp
+from grpo_hier import (
+    advantage_A,
+    advantage_D,
+    clipped,
+    kl,
+    loss_A,
+    loss_A_printed,
+    loss_D,
+    loss_D_printed,
+    loss_joint,
+    plan_return,
+    ratio,
+)
+from model.policy import Sample, token_logp
 from rollout import Agent, Episode, Group, Plan, RolloutConfig, Step, Task
 from sft import loss_sft
 

@@ -20,12 +20,12 @@ import analysis
 import evaluate
 import runtime
 from demo.teacher import request_text
-from env_miniwob import MiniWob
-from policy import Sample
-from prompts import load_prompts
-from results import read_episodes
+from language.prompts import load_prompts
+from model.policy import Sample
+from records.results import read_episodes
 from rollout import Task, Verdict
 from runtime import UserError
+from sites.miniwob import MiniWob
 
 ROOT = Path(__file__).resolve().parent.parent
 

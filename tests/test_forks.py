@@ -17,7 +17,7 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKEN
 GROUPS = """
 import torch, grpo_hier as g
 from rollout import Episode, Group, Plan, Step, Task
-from prompts import Subtask
+from language.prompts import Subtask
 def episode(group, plan, m, reward, line):
     return Episode(group, plan, m, 0, [Step(b"", None, line)], "failure", reward)
 group = Group(Task("t", "s"), plans=[Plan(0, "", [Subtask("one", "open it"), Subtask("two", "close it")])])

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import png, request
+from conftest import request
 
 import grpo_hier
 from bookkeeping import load_checkpoint, save_checkpoint, statistics, total
 from grpo_hier import Batch, batches, credit, drawn_batches, log_line, micro_batches, schedule, update
-from policy import Policy
+from model.policy import Policy
 from rollout import Episode, Group, Plan, Step, Task, request_seed
 from runtime import UserError, World, process_group
 

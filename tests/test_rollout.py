@@ -13,12 +13,12 @@ import psutil
 import pytest
 from hostile import CLICK, END, Hostile, Prompts, act, left_behind
 
-import actions
 import rollout
 from bench.soak import while_they_come
-from env_miniwob import MiniWob
-from episode_log import EpisodeLog, fault_counts
+from language import actions
+from records.episode_log import EpisodeLog, fault_counts
 from rollout import Pool, Progress, RolloutConfig, Verdict, history_line, read_plan, request_seed
+from sites.miniwob import MiniWob
 
 SETTINGS = {
     "threads": 2,

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from bookkeeping import PHASES
-from chromium import Chromium, Watchdog, chromium, web_errors
 from runtime import UserError
+from web.chromium import Chromium, Watchdog, chromium, web_errors
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}

@@ -15,13 +15,11 @@ from conftest import ROOT, png, request
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-import attention
-import data
-import flops
 import sft
-import trajectories
-from policy import Inputs, load_model
-from prompts import load_prompts
+from language.prompts import load_prompts
+from model import attention, flops
+from model.policy import Inputs, load_model
+from records import examples, trajectories
 from runtime import UserError, World, parse_args
 
 FORMS = {"click": "<operation>\nClick the {n} link\n</operation>\n"
@@ -98,7 +96,7 @@ def source(corpus, tiny_model, tmp_path_factory):
 
 def encoded(source, kinds=("step",), n=6):
     """Examples of different lengths, the first two of equal length."""
-    rows = [i for i in range(len(source.table)) if data.KINDS[source.table[i, data.KIND]] in kinds]
+    rows = [i for i in range(len(source.table)) if examples.KINDS[source.table[i, examples.KIND]] in kinds]
     found = [source[i] for i in rows[:n]]
     return [found[0], *found]
 
@@ -145,10 +143,10 @@ def test_attention_within_pieces_is_that_of_a_block_mask():
 # ---------------------------------------------------------------------------------------------------- packing
 def test_positions_are_those_of_transformers(source, tiny_model):
     model = load_model(tiny_model).model
-    for e in encoded(source, data.KINDS, 40)[::3]:
+    for e in encoded(source, examples.KINDS, 40)[::3]:
         ids = torch.tensor([e.prompt_ids + e.target_ids])
         want, _ = model.get_rope_index(ids, (ids == source.inputs.image_id).long(), e.grid)
-        assert data.positions(len(e), e.prompt_ids.index(source.inputs.image_id), e.grid[0].tolist(),
+        assert examples.positions(len(e), e.prompt_ids.index(source.inputs.image_id), e.grid[0].tolist(),
                               2).equal(want[:, 0])
 
 
@@ -166,8 +164,8 @@ def test_a_row_of_many_records_equals_each_by_transformers_alone(source, tiny_mo
     module = sft.TargetLogp(attention.separate_records(load_model(tiny_model)))
     plain = load_model(tiny_model)
     plain.model.visual.config._attn_implementation = "sdpa"
-    examples, want = encoded(source), []
-    for e in examples:
+    made, want = encoded(source), []
+    for e in made:
         ids = torch.tensor([e.prompt_ids + e.target_ids])
         logits = plain(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=e.pixels,
                        mm_token_type_ids=(ids == source.inputs.image_id).long(), image_grid_thw=e.grid).logits
@@ -175,7 +173,7 @@ def test_a_row_of_many_records_equals_each_by_transformers_alone(source, tiny_mo
         want.append(rows[range(len(e.target_ids)), e.target_ids])
     (-torch.cat(want).sum()).backward()
     gradient = torch.cat([p.grad.flatten() for p in plain.parameters()])
-    got, mine = logp_and_gradient(module, [data.collate(examples, source.inputs, packing)])
+    got, mine = logp_and_gradient(module, [examples.collate(made, source.inputs, packing)])
     assert (got - torch.cat(want)).abs().max() < 2e-5
     assert (mine - gradient).norm() < 2e-5 * gradient.norm()
 
@@ -183,22 +181,23 @@ def test_a_row_of_many_records_equals_each_by_transformers_alone(source, tiny_mo
 def test_a_packed_record_does_not_see_its_neighbours(source, tiny_model):
     module = sft.TargetLogp(attention.separate_records(load_model(tiny_model)))
     a, b, *_ = encoded(source)
-    other = data.Encoded([7] * 3 + b.prompt_ids, b.target_ids, b.pixels.flip(0), b.grid, b.size, b.record)
+    other = examples.Encoded([7] * 3 + b.prompt_ids, b.target_ids, b.pixels.flip(0), b.grid, b.size, b.record)
     with torch.no_grad():
-        first, second = (module(data.collate([x, a], source.inputs, True))[-len(a.target_ids):]
+        first, second = (module(examples.collate([x, a], source.inputs, True))[-len(a.target_ids):]
                          for x in (b, other))
     assert (first - second).abs().max() < 1e-6
 
 
 def test_cut_packs_whole_records_and_keeps_the_budget(source):
-    examples = encoded(source, data.KINDS, 30)
-    budget = 3 * max(map(len, examples))
-    for shape in (data.Shape(True, budget, 1), data.Shape(False, budget, 4), data.Shape(True, 10, 1)):
-        rows = data.cut(examples, shape)
-        assert sorted(id(e) for row in rows for e in row) == sorted(map(id, examples))
+    made = encoded(source, examples.KINDS, 30)
+    budget = 3 * max(map(len, made))
+    for shape in (examples.Shape(True, budget, 1), examples.Shape(False, budget, 4),
+                  examples.Shape(True, 10, 1)):
+        rows = examples.cut(made, shape)
+        assert sorted(id(e) for row in rows for e in row) == sorted(map(id, made))
         if shape.packing and shape.row_tokens == budget:
             assert max(sum(map(len, row)) for row in rows) <= budget
-            assert len(rows) < len(examples) / 2
+            assert len(rows) < len(made) / 2
         elif shape.packing:
             assert all(len(row) == 1 for row in rows)      # longer than a row: alone, never cut
         else:
@@ -227,7 +226,7 @@ def test_every_kind_of_record_becomes_its_prompt_and_target(source):
     i, r = by_kind["step", True][0]
     assert "It is blue." in decode(source[i].target_ids)
     assert source.texts(r, "")[0] == source.thinking.texts["actor_system_think"]
-    planned = [source.table[i, data.PLAN] >= 0 for i, _ in by_kind["step", False]]
+    planned = [source.table[i, examples.PLAN] >= 0 for i, _ in by_kind["step", False]]
     assert sum(planned) == 33 and len(planned) == 36       # the trajectory without a decomposition stays in
     assert "1. Go" in decode(source[by_kind["step", False][0][0]].prompt_ids)
 
@@ -242,9 +241,9 @@ def test_the_decomposer_learns_one_plan_per_planned_trajectory(corpus, tiny_mode
 def taken(source, world_size, steps=6, **shape):
     """Records of each step over all ranks, by name, from Steps alone."""
     rows = np.arange(len(source.table))
-    out, shape = [], data.Shape(**{"packing": True, "row_tokens": 300, "batch_size": 2} | shape)
+    out, shape = [], examples.Shape(**{"packing": True, "row_tokens": 300, "batch_size": 2} | shape)
     for k in range(steps):
-        items = [data.Steps(source, rows, 8, shape, r, world_size, 3)[k] for r in range(world_size)]
+        items = [examples.Steps(source, rows, 8, shape, r, world_size, 3)[k] for r in range(world_size)]
         out.append(sorted([r.where for item in items for b in item["batches"] for *_, r in b["examples"]]
                           + [where for item in items for where, _ in item["left_out"]]))
     return out
@@ -259,14 +258,14 @@ def test_a_step_takes_the_same_records_whatever_ranks_and_rows(source):
 
 def test_shares_are_balanced_by_length():
     costs = [9, 1, 1, 1, 8, 1, 7, 2]
-    parts = data.share(costs, 3)
+    parts = examples.share(costs, 3)
     assert sorted(i for part in parts for i in part) == list(range(8))
     loads = [sum(costs[i] for i in part) for part in parts]
-    assert max(loads) - min(loads) <= 1 and data.share([5, 5], 3)[2] == []
+    assert max(loads) - min(loads) <= 1 and examples.share([5, 5], 3)[2] == []
 
 
 def test_workers_change_nothing_and_a_later_start_goes_on_with_the_next(source):
-    steps = data.Steps(source, np.arange(len(source.table)), 8, data.Shape(True, 300, 2), 0, 1, 0)
+    steps = examples.Steps(source, np.arange(len(source.table)), 8, examples.Shape(True, 300, 2), 0, 1, 0)
 
     def seen(loader):
         return [[r.where for b in item["batches"] for *_, r in b["examples"]] for item in loader]
@@ -290,14 +289,14 @@ def test_what_cannot_be_read_or_is_too_long_is_left_out_whole_and_named(corpus, 
 
 
 def test_held_out_trajectories_are_not_trained_on(source):
-    rows, held = data.split(np.asarray(source.table), 3, 0)
-    groups = source.table[:, data.GROUP]
+    rows, held = examples.split(np.asarray(source.table), 3, 0)
+    groups = source.table[:, examples.GROUP]
     assert not set(groups[rows]) & set(groups[held])
-    kinds = [data.KINDS[k] for k in source.table[held, data.KIND]]
+    kinds = [examples.KINDS[k] for k in source.table[held, examples.KIND]]
     assert kinds.count("step") == 3 and kinds.count("box") == 1 and len(set(groups[held])) == len(held)
-    again = data.split(np.asarray(source.table), 3, 0)
+    again = examples.split(np.asarray(source.table), 3, 0)
     assert (again[0] == rows).all() and (again[1] == held).all()
-    assert len(data.split(np.asarray(source.table), 0, 0)[0]) == len(source.table)
+    assert len(examples.split(np.asarray(source.table), 0, 0)[0]) == len(source.table)
 
 
 def test_scores():
@@ -308,27 +307,27 @@ def test_scores():
     def calls(text):
         return trajectories.actions.parse(text).calls
     click = record(calls=calls("click(x=0.5, y=0.5)"))
-    near = data.score("click(x=28, y=29)", click, (56, 56))
+    near = examples.score("click(x=28, y=29)", click, (56, 56))
     assert near == {"type": 1, "point": 1, "distance": pytest.approx(1 / 56, abs=1e-3)}
-    assert data.score("click(x=28, y=50)", click, (56, 56))["point"] == 0
-    ended = data.score("terminate(status='success')", click, (56, 56))
+    assert examples.score("click(x=28, y=50)", click, (56, 56))["point"] == 0
+    ended = examples.score("terminate(status='success')", click, (56, 56))
     assert ended == {"type": 0, "point": 0, "distance": 1}
     write = record(calls=calls("write(message='a')"))
-    assert data.score("write(message='a')", write, (56, 56)) == {"type": 1, "argument": 1}
-    assert data.score("write(message='b')", write, (56, 56)) == {"type": 1, "argument": 0}
+    assert examples.score("write(message='a')", write, (56, 56)) == {"type": 1, "argument": 1}
+    assert examples.score("write(message='b')", write, (56, 56)) == {"type": 1, "argument": 0}
     box = record(box=(0.25, 0.25, 0.75, 0.5))
-    assert data.score('{"bbox_2d": [20, 15, 30, 25]}', box, (56, 56))["point"] == 1
-    assert data.score('{"bbox_2d": [0, 0, 10, 10]}', box, (56, 56))["point"] == 0
-    assert data.score("nonsense", box, (56, 56)) == {"type": 0, "point": 0, "distance": 1}
+    assert examples.score('{"bbox_2d": [20, 15, 30, 25]}', box, (56, 56))["point"] == 1
+    assert examples.score('{"bbox_2d": [0, 0, 10, 10]}', box, (56, 56))["point"] == 0
+    assert examples.score("nonsense", box, (56, 56)) == {"type": 0, "point": 0, "distance": 1}
     point = record(box=(0.5, 0.5))
-    assert data.score('{"point_2d": [28, 29]}', point, (56, 56))["point"] == 1
-    assert data.score('{"point_2d": [28, 40]}', point, (56, 56))["point"] == 0
+    assert examples.score('{"point_2d": [28, 29]}', point, (56, 56))["point"] == 1
+    assert examples.score('{"point_2d": [28, 40]}', point, (56, 56))["point"] == 0
 
 
 # ------------------------------------------------------------------------------------------------------ FLOPs
 def test_flops_are_those_that_torch_counts(source, tiny_model):
     model = attention.separate_records(load_model(tiny_model))
-    batch = data.collate(encoded(source), source.inputs, True)
+    batch = examples.collate(encoded(source), source.inputs, True)
     with FlopCounterMode(display=False) as counter, torch.no_grad(), \
             torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         sft.TargetLogp(model)(batch)
@@ -471,7 +470,7 @@ def test_a_sharded_tower_keeps_its_angles_in_float32(corpus, tiny_model, source,
         module.model.model.visual.blocks[0].register_forward_pre_hook(
             lambda _, args, kwargs: seen.append((args[0].dtype, kwargs["position_embeddings"][0].dtype)),
             with_kwargs=True)
-        module(data.collate(encoded(source), source.inputs, True))
+        module(examples.collate(encoded(source), source.inputs, True))
     finally:
         torch.distributed.destroy_process_group()
     assert seen == [(torch.bfloat16, torch.float32)]
@@ -486,7 +485,7 @@ def test_a_real_vllm_writes_what_the_exported_directory_writes():
 
     from openai import OpenAI
 
-    from policy import Policy
+    from model.policy import Policy
     asked = request(5, "Click the link", temperature=0, image=png(5, (112, 84)))
     model = os.environ["VLLM_MODEL"]
     client = OpenAI(base_url=os.environ["VLLM_URL"], api_key="none")

@@ -1,0 +1,1 @@
+"""Measurements side by side with other software; each program prints one JSON object last."""
