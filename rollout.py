@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 import actions
 import dialects
+import effects
 from browser import Session
 from chromium import SITE, Watchdog, web_errors
 from prompts import format_plan, parse_plan
@@ -286,7 +287,7 @@ def carry_out(session: Session, step: Step, cfg: RolloutConfig) -> None:
         if actions.is_final(call):
             return
         try:
-            session.perform(call, actions.ActionSettings(timeout=cfg.call_timeout))
+            session.perform(call, effects.ActionSettings(timeout=cfg.call_timeout))
         except actions.ActionError as e:
             step.error = str(e)
         session.settle()

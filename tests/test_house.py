@@ -116,9 +116,10 @@ MAY_IMPORT = {"runtime": set(), "actions": set(), "prompts": set(), "policy": {"
               "attention": set(), "flops": set(),
               "data": {"trajectories", "actions", "attention", "policy", "prompts"},
               "chromium": set(), "engine": {"policy"}, "bookkeeping": {"rollout", "episode_log"},
-              "browser": {"actions", "chromium"}, "trajectories": {"actions"},
+              "browser": {"actions", "chromium", "effects"}, "effects": {"actions"},
+              "trajectories": {"actions"},
               "dialects": {"actions"}, "agents": {"actions", "dialects", "llm", "policy", "prompts"},
-              "rollout": {"actions", "dialects", "prompts", "browser", "chromium"},
+              "rollout": {"actions", "dialects", "effects", "prompts", "browser", "chromium"},
               "episode_log": {"actions", "browser", "rollout"},
               "results": TOOLS, "analysis": TOOLS | {"results"}}
 
@@ -208,7 +209,7 @@ def test_no_error_is_swallowed(file):
             assert "#" in lines[node.lineno - 1], f"{where}: suppresses everything and does not say why"
 
 
-PAGES = [f for f in SHIPPED if f.stem.startswith(("actions", "browser", "chromium", "rollout", "evaluate",
+PAGES = [f for f in SHIPPED if f.stem.startswith(("effects", "browser", "chromium", "rollout", "evaluate",
                                                   "demonstrate", "env_", "webarena_"))]
 
 
