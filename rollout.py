@@ -29,6 +29,7 @@ from tqdm import tqdm
 from language import actions, dialects
 from language.prompts import format_plan, parse_plan
 from runtime import UserError, check
+from web import effects
 from web.chromium import SITE, Watchdog, web_errors
 from web.session import Session
 
@@ -286,7 +287,7 @@ def carry_out(session: Session, step: Step, cfg: RolloutConfig) -> None:
         if actions.is_final(call):
             return
         try:
-            session.perform(call, actions.ActionSettings(timeout=cfg.call_timeout))
+            session.perform(call, effects.ActionSettings(timeout=cfg.call_timeout))
         except actions.ActionError as e:
             step.error = str(e)
         session.settle()

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from language import actions
 from runtime import UserError
+from web import effects
 from web.chromium import CHROMIUM_ARGS, SITE, Chromium, Watchdog, chromium, web_errors  # noqa: F401
 
 # Animations end in their first millisecond, with their events: one state of a page gives one screenshot.
@@ -198,7 +199,7 @@ class Session(Chromium):
         return (url in ("about:blank", "") or f"{parts.scheme}://{parts.netloc}" in self.allowed
                 or "*" in self.cfg.extra_origins and parts.scheme in ("http", "https"))
 
-    def perform(self, call: actions.Call, settings: actions.ActionSettings) -> None:
+    def perform(self, call: actions.Call, settings: effects.ActionSettings) -> None:
         """One action on the active page. ActionError where it cannot be done, or where a site's fault spoils
         it."""
         with self.bound(3 * settings.timeout):
@@ -209,10 +210,10 @@ class Session(Chromium):
             if not self.may_visit(url):
                 raise actions.ActionError(f"open_url: {url[:80]} is not one of the task's sites")
         if call.name == "keyDown":
-            self.held.add(actions.key_name(call["key"]))
+            self.held.add(effects.key_name(call["key"]))
         with self.bound(2 * settings.timeout + len(str(call)) / 50):
             try:
-                actions.perform(call, self.page, settings)
+                effects.perform(call, self.page, settings)
             except web_errors() as e:
                 if (kind := self.fault(e)) not in SITE:
                     raise

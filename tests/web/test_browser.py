@@ -20,6 +20,7 @@ from playwright.sync_api import Error
 from language import actions
 from rollout import Pool, RolloutConfig
 from runtime import UserError
+from web import effects
 from web.chromium import FAULTS, SITE, Chromium, Watchdog
 from web.session import Session, redact
 
@@ -93,7 +94,7 @@ def click(session, text=CLICK):
     session.notes.clear()
     start = time.monotonic()
     for call in actions.parse(text).calls:
-        session.perform(call, actions.ActionSettings(timeout=session.cfg.call_timeout))
+        session.perform(call, effects.ActionSettings(timeout=session.cfg.call_timeout))
         session.settle()
     return session.notes, time.monotonic() - start
 
@@ -415,7 +416,7 @@ def test_a_page_in_place_of_the_last_one_comes_in_bounded_time(session, monkeypa
     monkeypatch.setattr(session.context, "new_page", lambda: dues.append(session.due) or open_page())
     session.page.close()
     call, = actions.parse(CLICK).calls
-    session.perform(call, actions.ActionSettings(timeout=4.0))
+    session.perform(call, effects.ActionSettings(timeout=4.0))
     assert dues[0] < time.monotonic() + 12 and session.page.title() == "done"
 
 
