@@ -38,7 +38,8 @@ sys.path.insert(0, str(ROOT))
 import data  # noqa: E402  (the project root is not a package)
 import flops  # noqa: E402
 import grpo_hier  # noqa: E402
-import policy as room  # noqa: E402
+import model.backbone as room  # noqa: E402
+from policy import Policy  # noqa: E402
 import runtime  # noqa: E402
 import sft as stage_2  # noqa: E402
 from attention import group_windows, separate_records  # noqa: E402
@@ -277,7 +278,7 @@ def random_policies(cfg: RlConfig, device: str) -> dict:
     try:
         with tempfile.TemporaryDirectory() as model:
             tiny_model.build(tiny_model.Config(model, str(ROOT / "demo/prompts.json"), max_pixels=1003520))
-            policies = {role: room.Policy(model, role, device=device, checkpointing=True,
+            policies = {role: Policy(model, role, device=device, checkpointing=True,
                                           dtype="float32" if cfg.rehearse else "bfloat16")
                         for role in ("actor", "decomposer")}
     finally:

@@ -236,7 +236,7 @@ def switches(cfg: Config) -> dict:
         ours.learn(drawn)
     out["no separate pass for old log-probs"] = compared(cfg, with_old_pass, lambda: ours.learn(drawn))
 
-    alone = [replace(s, png=s.png + i.to_bytes(2), seen=None) for i, s in enumerate(drawn)]  # not equal
+    alone = [replace(s, png=s.png + i.to_bytes(2), seen={}) for i, s in enumerate(drawn)]  # not equal
     out["equal prompts share a training pass"] = compared(
         cfg, lambda: ours.learn(alone), lambda: ours.learn(drawn))
 
