@@ -29,7 +29,8 @@ from pathlib import Path
 import torch
 
 from language.prompts import Prompts, load_prompts
-from model.policy import Policy, need_model
+from model.backbone import need_model
+from model.policy import Policy
 from model.remote import PlannerGrounder, PlannerPrompts, Remote
 from records.episode_log import EpisodeLog
 from records.results import counts, mean_and_se, scores_by_task

@@ -43,8 +43,10 @@ from bookkeeping import (
     total,
 )
 from language.prompts import load_prompts
+from model.backbone import need_model, parameter_count
 from model.engine import addresses, load_engine
-from model.policy import Policy, Sample, need_model, parameter_count
+from model.inputs import Sample
+from model.policy import Policy
 from records.episode_log import EpisodeLog
 from rollout import Group, Pool, RolloutConfig, load_environment
 from runtime import (

@@ -45,7 +45,9 @@ from tqdm import tqdm
 from language.prompts import Subtask, format_plan, load_prompts
 from model import flops
 from model.attention import pieces_to, separate_records
-from model.policy import Inputs, forward_hidden, load_model, need_model, parameter_count, token_logp
+from model.backbone import forward_hidden, load_model, need_model, parameter_count
+from model.inputs import Inputs
+from model.policy import token_logp
 from records import examples, trajectories
 from runtime import (
     DTYPES,

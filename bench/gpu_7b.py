@@ -39,9 +39,10 @@ import grpo_hier
 import runtime
 import sft as stage_2
 from demo import tiny_model
+from model import backbone as room
 from model import flops
-from model import policy as room
 from model.attention import group_windows, separate_records
+from model.policy import Policy
 from records import examples
 
 IMAGE_ID, LAYERS = 151655, 28
@@ -277,7 +278,7 @@ def random_policies(cfg: RlConfig, device: str) -> dict:
     try:
         with tempfile.TemporaryDirectory() as model:
             tiny_model.build(tiny_model.Config(model, str(ROOT / "demo/prompts.json"), max_pixels=1003520))
-            policies = {role: room.Policy(model, role, device=device, checkpointing=True,
+            policies = {role: Policy(model, role, device=device, checkpointing=True,
                                           dtype="float32" if cfg.rehearse else "bfloat16")
                         for role in ("actor", "decomposer")}
     finally:

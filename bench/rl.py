@@ -125,7 +125,7 @@ class Trl:
         from transformers import Qwen2_5_VLForConditionalGeneration
         from trl import GRPOConfig, GRPOTrainer
 
-        from model.policy import LORA_TARGETS
+        from model.backbone import LORA_TARGETS
         rows = [{"prompt": [{"role": "user", "content": TEXT + str(p)}], "image": screenshot(p)}
                 for p in range(cfg.prompts)]
         n, self.times = cfg.prompts * cfg.group, []
@@ -236,7 +236,7 @@ def switches(cfg: Config) -> dict:
         ours.learn(drawn)
     out["no separate pass for old log-probs"] = compared(cfg, with_old_pass, lambda: ours.learn(drawn))
 
-    alone = [replace(s, png=s.png + i.to_bytes(2), seen=None) for i, s in enumerate(drawn)]  # not equal
+    alone = [replace(s, png=s.png + i.to_bytes(2), seen={}) for i, s in enumerate(drawn)]  # not equal
     out["equal prompts share a training pass"] = compared(
         cfg, lambda: ours.learn(alone), lambda: ours.learn(drawn))
 

@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 import runtime
 import sft
 from demo import tiny_model
-from model.policy import Inputs
+from model.inputs import Inputs
 from records import examples, trajectories
 
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"

@@ -34,7 +34,8 @@ from urllib.parse import urlsplit
 import torch
 from PIL import Image
 
-from model.policy import Policy, Sample, plain
+from model.inputs import Sample, plain
+from model.policy import Policy
 from runtime import UserError, World, gather_objects
 
 PATIENCE = 300.0                                  # s, how long a request waits for some server

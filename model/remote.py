@@ -26,8 +26,8 @@ from PIL import Image
 
 from language import actions, dialects
 from language.prompts import Prompts
+from model.inputs import Sample
 from model.llm import Client, LLMError, image_url
-from model.policy import Sample
 from runtime import UserError
 
 PLACED = {name for name, signature in actions.SIGNATURES.items() if "x" in signature} - {"scroll"}

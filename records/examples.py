@@ -35,7 +35,7 @@ import runtime
 from language import actions
 from language.prompts import Prompts
 from model.attention import pieces_of
-from model.policy import Inputs, plain
+from model.inputs import Inputs, plain
 from records import trajectories
 
 # N records or rows of a micro-batch, S positions of a row, P patches of an image, n target tokens

@@ -20,17 +20,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory) -> Path:
+def random_checkpoint(out: Path, **sizes) -> Path:
     """A checkpoint of demo/tiny_model.py, its matrices enlarged so that outputs depend visibly on inputs."""
     import torch
 
     from demo import tiny_model
-    from model.policy import load_model
+    from model.backbone import load_model
     torch.set_num_threads(1)                      # tensors are small and the cores are shared
-    out = tmp_path_factory.mktemp("checkpoint")
-    tiny_model.build(tiny_model.Config(str(out / "small"), str(ROOT / "demo" / "prompts.json"), hidden=64,
-                                       layers=2, vision_hidden=32, vocabulary=704))
+    tiny_model.build(tiny_model.Config(str(out / "small"), str(ROOT / "demo" / "prompts.json"), **sizes))
     model = load_model(out / "small")
     with torch.no_grad():
         for p in model.parameters():
@@ -39,6 +36,13 @@ def tiny_model(tmp_path_factory) -> Path:
     shutil.copytree(out / "small", out / "model")
     model.save_pretrained(out / "model")
     return out / "model"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> Path:
+    """The checkpoint of most tests."""
+    return random_checkpoint(tmp_path_factory.mktemp("checkpoint"), hidden=64, layers=2, vision_hidden=32,
+                             vocabulary=704)
 
 
 @pytest.fixture(scope="session")

@@ -223,14 +223,14 @@ model/policy.py: log-prob gradient of the chosen token only
 + W_VH[y].float())
 
 model/policy.py: log-probs one position late
-- at.append([P - 1, *range(start, end - 1)][:end - start])
-+ at.append([P, *range(start + 1, end)][:end - start])
+- range(len(s.prompt_ids) - 1, len(s.prompt_ids) - 1 + n)
++ range(len(s.prompt_ids), len(s.prompt_ids) + n)
 
-model/policy.py: responses behind one prompt see each other
+model/backbone.py: responses behind one prompt see each other
 - mask_NSS = ((of == 0) | (of == by)) &
 + mask_NSS = (of >= 0) &
 
-model/policy.py: positions run on from the response before
+model/backbone.py: positions run on from the response before
 -             position_3NS[:, r, start:end] -= before
 +
 
@@ -238,7 +238,7 @@ model/policy.py: sampled end left out
 - return Sample(prompt_ids, q.png, image_size, response_ids, logp, text, cut, seen)
 + return Sample(prompt_ids, q.png, image_size, response_ids[:-1], logp[:-1], text, cut, seen)
 
-model/policy.py: only one end is known
+model/inputs.py: only one end is known
 - sorted({self.end_id, self.pad_id})
 + [self.end_id]
 
@@ -254,7 +254,7 @@ model/policy.py: positions of new tokens one late
 - inputs["position_ids"][0, :, -1][rows] + 1
 + inputs["position_ids"][0, :, -1][rows] + 2
 
-model/policy.py: features of another screenshot
+model/backbone.py: features of another screenshot
 - return [seen[png] for png in pngs]
 + return [seen[png] for png in pngs[::-1]]
 
@@ -262,19 +262,19 @@ model/policy.py: a twin shares the adapter
 - if id(p) not in own}
 + }
 
-model/policy.py: attention to padding
+model/inputs.py: attention to padding
 - ids[i, at], mask[i, at] = torch.tensor(row), 1
 + ids[i, at], mask[i] = torch.tensor(row), 1
 
-model/policy.py: image types forgotten
+model/inputs.py: image types forgotten
 - "mm_token_type_ids": (ids == self.image_id).long()
 + "mm_token_type_ids": torch.zeros_like(ids)
 
-model/policy.py: images in another order
+model/inputs.py: images in another order
 - for png in pngs], return_tensors
 + for png in pngs[::-1]], return_tensors
 
-model/policy.py: missing token types accepted
+model/backbone.py: missing token types accepted
 - if "mm_token_type_ids" not in inputs:
 + if False:
 
@@ -286,32 +286,32 @@ model/policy.py: one seed for all requests
 - manual_seed(s) for s in seeds]
 + manual_seed(0) for s in seeds]
 
-model/policy.py: response written again from its text
+model/backbone.py: response written again from its text
 - tails[r] += s.response_ids
 + tails[r] += self.inputs.tokenizer(s.text)["input_ids"]
 
-model/policy.py: dropout acts
+model/backbone.py: dropout acts
 - adapter_name=role).eval()
 + adapter_name=role).train()
 
-model/policy.py: LoRA on the vision tower too
+model/backbone.py: LoRA on the vision tower too
 - r".*language_model.*\.(q_proj
 + r".*\.(q_proj
 
-model/policy.py: reference with the adapter
+model/backbone.py: reference with the adapter
 - self.peft.disable_adapter() if reference
 + torch.no_grad() if reference
 
-model/policy.py: any adapter name accepted
+model/backbone.py: any adapter name accepted
 - if role in n.split(".")]
 + if False]
 
-model/policy.py: adapter of another scale accepted
+model/backbone.py: adapter of another scale accepted
 - if (saved["r"], saved["lora_alpha"]) != (own.r, own.lora_alpha):
 + if saved["r"] != own.r:
 
-model/policy.py: adapter that does not fit accepted
--         if mine != set(state):
+model/backbone.py: adapter that does not fit accepted
+-         if set(mine) != set(state):
 +         if False:
 
 sft.py: SFT loss as a mean per micro-batch

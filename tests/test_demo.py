@@ -17,14 +17,15 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "demo"))
-import demonstrate  # noqa: E402
-import tiny_model  # noqa: E402
+import demonstrate
+import tiny_model
 
-from language import actions  # noqa: E402
-from language.prompts import Subtask, format_plan, load_prompts, parse_plan  # noqa: E402
-from model.policy import Inputs, forward_hidden, load_model  # noqa: E402
-from records import trajectories  # noqa: E402
-from runtime import UserError, config_class, parse_args  # noqa: E402
+from language import actions
+from language.prompts import Subtask, format_plan, load_prompts, parse_plan
+from model.backbone import forward_hidden, load_model
+from model.inputs import Inputs
+from records import trajectories
+from runtime import UserError, config_class, parse_args
 
 
 @pytest.fixture(scope="module")

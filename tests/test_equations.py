@@ -30,7 +30,8 @@ from grpo_hier import (
     plan_return,
     ratio,
 )
-from model.policy import Sample, token_logp
+from model.inputs import Sample
+from model.policy import token_logp
 from rollout import Agent, Episode, Group, Plan, RolloutConfig, Step, Task
 from sft import loss_sft
 

@@ -21,7 +21,7 @@ import evaluate
 import runtime
 from demo.teacher import request_text
 from language.prompts import load_prompts
-from model.policy import Sample
+from model.inputs import Sample
 from records.results import read_episodes
 from rollout import Task, Verdict
 from runtime import UserError

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import sft
 from language.prompts import load_prompts
 from model import attention, flops
-from model.policy import Inputs, load_model
+from model.backbone import load_model
+from model.inputs import Inputs
 from records import examples, trajectories
 from runtime import UserError, World, parse_args
 

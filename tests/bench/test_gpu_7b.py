@@ -9,7 +9,7 @@ import torch
 from bench import gpu_7b
 from bench.simulate import Config
 from model import flops
-from model.policy import Inputs
+from model.inputs import Inputs
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,10 @@ import torch
 from conftest import png, request
 from safetensors.torch import load_file, save_file
 
-from model import policy
-from model.policy import GumbelSampler, Policy, Sample, forward_hidden, load_model, policy_logits, token_logp
+from model import backbone, policy
+from model.backbone import forward_hidden, load_model
+from model.inputs import Sample
+from model.policy import GumbelSampler, Policy, policy_logits, token_logp
 from runtime import UserError
 
 NONE = torch.tensor([], dtype=torch.long)
@@ -215,8 +217,9 @@ def test_a_screenshot_is_encoded_once_while_a_sample_of_it_lives(policy, encoded
     assert_same(rows, [reference_logp(policy, s) for s in drawn], 1e-5)
     n = len(policy.seen)
     own = [policy.seen[image].data_ptr() for image in images]
-    assert all(s.seen.untyped_storage().nbytes() == s.seen.nbytes for s in drawn) and len(set(own)) == 2
-    del drawn, rows
+    held = [s.seen["actor"] for s in drawn]
+    assert all(f.untyped_storage().nbytes() == f.nbytes for f in held) and len(set(own)) == 2
+    del drawn, rows, held
     assert len(policy.seen) == n - 2, "features outlive the samples: memory would grow from batch to batch"
     assert images[0] not in policy.seen
 
@@ -425,8 +428,8 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
 
 
 def test_a_large_model_without_a_gpu_is_warned_of(tiny_model, monkeypatch, capsys):
-    policy.need_model(tiny_model)
+    backbone.need_model(tiny_model)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(policy, "parameter_count", lambda path: 8.29e9)
-    policy.need_model(tiny_model)
+    monkeypatch.setattr(backbone, "parameter_count", lambda path: 8.29e9)
+    backbone.need_model(tiny_model)
     assert "8.3 G parameters, and torch sees no GPU" in capsys.readouterr().err
