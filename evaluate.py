@@ -19,11 +19,14 @@ with a verdict is never run again; one without (infra: something broke; unknown:
 again by the next call, and never averaged in.
 """
 
+import argparse
 import dataclasses
 import json
 import math
+import sys
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,9 +35,10 @@ from language.prompts import Prompts, load_prompts
 from model.backbone import need_model
 from model.policy import Policy
 from model.remote import PlannerGrounder, PlannerPrompts, Remote
+from model.roles import Role
 from records.episode_log import EpisodeLog
 from records.results import counts, mean_and_se, scores_by_task
-from rollout import Pool, RolloutConfig, load_environment
+from rollout import Pool, load_system
 from runtime import (
     DTYPES,
     UserError,
@@ -48,6 +52,7 @@ from runtime import (
     rewrite_jsonl,
     write_atomic,
 )
+from web.environment import RolloutConfig, load_environment
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Config(RolloutConfig):
     run_dir: str = "runs/eval"           # result directory; the same one again goes on where it stopped
     actor: str = ""                      # checkpoint directory of the actor
     decomposer: str = ""                 # checkpoint directory of the decomposer
+    system: str = "grpo_hier"            # whose agent: the paper's, or that of systems/NAME.py
     adapters: str = ""                   # stage 3's run: its newest checkpoint, or one; "" for none (w/o RL)
     actor_model: str = ""                # the actor's name on a server, instead of --actor
     actor_url: str = ""                  # the actor's server, ".../v1"; "": OpenAI's; key: $ACTOR_API_KEY
@@ -78,6 +84,8 @@ class Config(RolloutConfig):
     use_plan: bool = True                # false: no decomposer (table 2); a planner never has one
     temperature_D: float = 0.0           # of the plan, sec. 4.3; below 0 (servers only): the server's own
     temperature_A: float = 0.0           # of the actions (PAPER-GAP 14); below 0: as temperature_D
+    max_tokens_D: int = 512              # new tokens of a plan
+    max_tokens_A: int = 512              # new tokens of an action
     lora_r: int = 32                     # r of the adapters
     lora_alpha: int = 64                 # α of the adapters
     dtype: str = "bfloat16"              # of the frozen base
@@ -87,7 +95,7 @@ class Config(RolloutConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check(self, "runs", "lora_r", dtype=DTYPES, api=("chat", "responses"))
+        check(self, "runs", "lora_r", "max_tokens_D", "max_tokens_A", dtype=DTYPES, api=("chat", "responses"))
 
 
 FREE = ("threads", "max_batch", "device", "actor_url", "decomposer_url", "planner_url", "grounder_url",
@@ -96,49 +104,65 @@ FREE = ("threads", "max_batch", "device", "actor_url", "decomposer_url", "planne
 
 
 # ----------------------------------------------------------------------------------------------- the system
-def roles_of(cfg: Config) -> tuple[str, ...]:
-    if cfg.planner_model or cfg.grounder_model:
-        return "planner", "grounder"
-    return ("actor", "decomposer") if cfg.use_plan else ("actor",)
+def planned(cfg: Config) -> bool:
+    """Whether a planner and a grounder play the actor."""
+    return bool(cfg.planner_model or cfg.grounder_model)
+
+
+def roles_of(cfg: Config) -> list[Role]:
+    """The models that are asked: of another system its own roles, else the paper's, or planner and grounder."""
+    if cfg.system != "grpo_hier":
+        return [role for role in load_system(cfg.system).roles(cfg) if role.kind != "critic"]
+    if planned(cfg):
+        return [papers_role("planner", cfg), papers_role("grounder", cfg)]
+    return [papers_role("actor", cfg)] + [papers_role("decomposer", cfg)] * cfg.use_plan
+
+
+def papers_role(name: str, cfg: Config) -> Role:
+    plan = name == "decomposer"
+    model = getattr(cfg, f"{name}_model")
+    return Role(name, getattr(cfg, name, ""), kind="server" if model else "policy", model=model,
+                urls=getattr(cfg, f"{name}_url"), temperature=cfg.temperature_D if plan else cfg.temperature_A,
+                max_tokens=cfg.max_tokens_D if plan else cfg.max_tokens_A)
 
 
 def need(cfg: Config) -> None:
     """Raises UserError for what the models and texts of `cfg` lack; loads no weights."""
     load_prompts(cfg.prompts, cfg.think, cfg.literal)
-    if cfg.dialect != "scalecua" and "planner" in roles_of(cfg):
+    if cfg.dialect != "scalecua" and planned(cfg):
         raise UserError(f"--dialect {cfg.dialect} is for an actor; a planner writes our calls")
     for role in roles_of(cfg):
-        if getattr(cfg, f"{role}_model"):
+        if role.kind == "server":
             load_model(cfg, role)                         # a client, which says what is wrong with its key
             continue
-        if role in ("planner", "grounder"):
-            raise UserError(f"--{role}_model is missing: a planner and a grounder go together")
-        if not getattr(cfg, role):
-            raise UserError(f"--{role} is missing: give the directory of the {role}'s stage-2 checkpoint, or "
-                            f"--{role}_model and --{role}_url for a model on a server")
-        if min(cfg.temperature_A, cfg.temperature_D) < 0:
+        if planned(cfg):
+            raise UserError(f"--{role.name}_model is missing: a planner and a grounder go together")
+        if not role.checkpoint:
+            raise UserError(f"--{role.name} is missing: give the directory of the {role.name}'s stage-2 "
+                            f"checkpoint, or --{role.name}_model and --{role.name}_url for a model on a server")
+        if role.temperature < 0:
             raise UserError("a temperature below 0 is for models on servers; give 0 or more")
         if cfg.device.startswith("cuda") and not torch.cuda.is_available():
             raise UserError(f"--device {cfg.device}: torch sees no GPU here; give --device cpu")
-        need_model(getattr(cfg, role))
+        need_model(role.checkpoint)
 
 
 def load_models(cfg: Config, texts: Prompts) -> dict:
-    """The models of the roles `actor` and `decomposer`, as Pool.run takes them."""
-    models = {role: load_model(cfg, role) for role in roles_of(cfg)}
-    if "planner" in models:
+    """The models by role, as Pool.run takes them."""
+    models = {role.name: load_model(cfg, role) for role in roles_of(cfg)}
+    if planned(cfg):
         return {"actor": PlannerGrounder(models["planner"], models["grounder"], texts)}
     return models
 
 
-def load_model(cfg: Config, role: str):
+def load_model(cfg: Config, role: Role):
     """A model on a server where it has a name there, else the policy of a checkpoint directory."""
-    if model := getattr(cfg, f"{role}_model"):
-        return Remote(role, model, getattr(cfg, f"{role}_url"), cfg.api, cfg.threads,
-                      getattr(cfg, f"{role}_earlier", 0), cfg.min_pixels, cfg.max_pixels, cfg.model_timeout)
-    policy = Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=cfg.device, dtype=cfg.dtype)
+    if role.kind == "server":
+        return Remote(role.name, role.model, role.urls, cfg.api, cfg.threads,
+                      getattr(cfg, f"{role.name}_earlier", 0), cfg.min_pixels, cfg.max_pixels, cfg.model_timeout)
+    policy = Policy(role.checkpoint, role.name, cfg.lora_r, cfg.lora_alpha, device=cfg.device, dtype=cfg.dtype)
     if cfg.adapters:
-        policy.load(Path(cfg.adapters, role))
+        policy.load(Path(cfg.adapters, role.name))
     return policy.sample
 
 
@@ -147,8 +171,8 @@ def with_newest_adapters(cfg: Config) -> Config:
     and a call that goes on where another stopped cannot go on with a newer one."""
     newest = latest_checkpoint(Path(cfg.adapters) / "checkpoints") if cfg.adapters else None
     for role in roles_of(cfg) if cfg.adapters else ():
-        if not (getattr(cfg, f"{role}_model") or Path(newest or cfg.adapters, role).is_dir()):
-            raise UserError(f"--adapters {cfg.adapters}: no checkpoint of the {role} there; give the run "
+        if role.kind == "policy" and not Path(newest or cfg.adapters, role.name).is_dir():
+            raise UserError(f"--adapters {cfg.adapters}: no checkpoint of the {role.name} there; give the run "
                             f"directory of grpo_hier.py (of one without a plan, with --use_plan false)")
     return dataclasses.replace(cfg, adapters=str(newest or cfg.adapters))
 
@@ -156,8 +180,9 @@ def with_newest_adapters(cfg: Config) -> Config:
 def describe_system(cfg: Config) -> str:
     """`actor NAME or DIR (+ adapters DIR), decomposer ...`, in one line."""
     tuned = f" + adapters {cfg.adapters}" if cfg.adapters else ""
-    return ", ".join(f"{role} " + (getattr(cfg, f"{role}_model") or f"{getattr(cfg, role)}{tuned}")
-                     for role in roles_of(cfg))
+    system = "" if cfg.system == "grpo_hier" else f"{cfg.system}: "
+    return system + ", ".join(f"{role.name} " + (role.model or f"{role.checkpoint}{tuned}")
+                              for role in roles_of(cfg))
 
 
 # ------------------------------------------------------------------------------------------------- the order
@@ -220,6 +245,19 @@ def dry_run(cfg: Config) -> None:
     env.close()
 
 
+def config_of(argv: list[str]):
+    """The settings of an evaluation; of another system's, its own as well: those that `roles` and Agent read."""
+    chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    chosen.add_argument("--system", default="grpo_hier")
+    name = chosen.parse_known_args(argv)[0].system
+    if name == "grpo_hier":
+        return Config
+    system = load_system(name)
+    both = dataclasses.make_dataclass("Config", [], bases=(Config, system.Config), frozen=True)
+    both.__module__ = __name__
+    return both
+
+
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.cpu_threads)
     cfg = with_newest_adapters(cfg)
@@ -231,20 +269,22 @@ def main(cfg: Config) -> None:
     with only_process(episodes):
         texts = load_prompts(cfg.prompts, cfg.think, cfg.literal)
         models = load_models(cfg, texts)
-        if "planner" in roles_of(cfg):
+        roles = [role for role in roles_of(cfg) if role.name in models]
+        if planned(cfg):
             texts = PlannerPrompts(texts.texts)
+            roles = [papers_role("actor", cfg)]
 
         # what an earlier call finished stays; what broke is run again
         done = rewrite_jsonl(episodes, lambda line: line["reward"] is not None)
         seen = {(line["task"], line["run"]) for line in done}
         log, commit = EpisodeLog(run), code_version()
-        with Pool(env, texts, cfg) as pool:
+        with Pool(env, cfg, partial(load_system(cfg.system).Agent, cfg, texts), roles) as pool:
             for r in range(cfg.runs):
                 todo = [task for task in tasks if (task.id, r) not in seen]
                 for wave in waves(todo):
-                    for group in pool.run(wave, 1, 1, cfg.seed, models, "decomposer" in models, runs=(r,),
-                                          bar=f"{run.name} run {r + 1}/{cfg.runs}"):
-                        log.append([group], credit=lambda *_: {"commit": commit})
+                    bar = f"{run.name} run {r + 1}/{cfg.runs}"
+                    for group in pool.run(wave, 1, 1, cfg.seed, models, runs=(r,), bar=bar):
+                        log.append([group], beside=[{"commit": commit}])
         env.close()
         result = make_result(cfg, rewrite_jsonl(episodes, lambda line: True), texts)
         write_atomic(run / "result.json", json.dumps(result, indent=1) + "\n")
@@ -256,4 +296,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, dry_run=dry_run)
+    launch(main, dry_run=dry_run, config=config_of(sys.argv[1:]))

@@ -8,51 +8,39 @@
 
 In:  two stage-2 checkpoints, an environment's training tasks.
 Out: RUN/checkpoints/N/{actor,decomposer} (LoRA adapters, PEFT format, with optimizers), RUN/log.jsonl (one
-     object per rollout batch; the README's glossary defines every key), RUN/episodes.jsonl + shots/
+     object per rollout batch; docs/metrics.md defines every key), RUN/episodes.jsonl + shots/
      (fields: records/episode_log.py).
 A run killed at any moment goes on from its last rollout batch and, with the local engine, one browser and no
 --pipeline, ends with the same bytes. With --pipeline 1 a batch is drawn with the weights before the last
 update (the first one after a restart: with the newest), and its log π_old are the sampler's own.
 
-What differs from the equations as printed, and what the paper leaves open (all settings, README: PAPER-GAPs):
+What differs from the equations as printed, and what the paper leaves open (all settings, docs/gaps.md):
 1 lengths: `--norm drgrpo` divides by constants (Eqs. 7', 10'), `--norm printed` by T and |a|, |d|; 2 std off,
 unbiased when on; 4 log π_old is pass 1's own log-prob; 5 a pass covers the whole batch and makes one step per
 role; 6 world x tasks_per_rank tasks per batch; 7 failed infrastructure leaves baseline and loss, divisors
-stay as planned; 16 AdamW, gradient clip per role. The KL of β > 0 is the k3 estimate against the adapter
-switched off.
+stay as planned; 16 AdamW, gradient clip per role. β's KL is the k3 estimate against the adapter switched off.
 """
 
 import math
-import random
-import time
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from bookkeeping import (
-    PHASES,
-    Stopwatch,
-    load_checkpoint,
-    phase_table,
-    rollout_phases,
-    save_checkpoint,
-    statistics,
-    total,
-)
+import rollout
 from language.prompts import load_prompts
-from model.backbone import need_model, parameter_count
+from model.backbone import parameter_count
 from model.engine import addresses, load_engine
-from model.inputs import Sample
-from model.policy import Policy
+from model.roles import Role, build, check_roles
+from model.update import Credit, Micro, Row, update
+from records.episode import Episode, Group, Plan, all_episodes
 from records.episode_log import EpisodeLog
-from rollout import Group, Pool, RolloutConfig, load_environment
+from records.training_log import batch_line, count, printed, share_of, spread, total, truncated
 from runtime import (
     DTYPES,
     UserError,
-    all_reduce_flat_,
     append_jsonl,
     check,
     gather_objects,
@@ -62,6 +50,10 @@ from runtime import (
     process_group,
     rewrite_jsonl,
 )
+from runtime.batches import drawn_batches, schedule
+from runtime.checkpoints import load_checkpoint, save_checkpoint
+from runtime.stopwatch import Stopwatch, phase_table, timed_rollout, times
+from web.environment import RolloutConfig, load_environment
 
 # B tasks of a rollout batch, K plans per task, M episodes per plan, N samples, T tokens of a padded response.
 # D and A are the roles, never dimensions. A sample is one response: a plan d_i, or one action a_ijk.
@@ -74,6 +66,10 @@ class Config(RolloutConfig):
     decomposer: str = ""                 # stage-2 checkpoint directory of the decomposer (frozen base)
     K: int = 3                           # plans per task, sec. 4.3
     M: int = 7                           # episodes per plan, sec. 4.3
+    temperature_D: float = 0.8           # sampling temperature of the decomposer, sec. 4.3
+    temperature_A: float = 0.8           # sampling temperature of the actor, sec. 4.3
+    max_tokens_D: int = 512              # new tokens of a plan (PAPER-GAP 17)
+    max_tokens_A: int = 512              # new tokens of an action
     use_plan: bool = True                # false: no decomposer, plain multi-turn GRPO with K = 1 (table 2)
     train_decomposer: bool = True        # false: the decomposer stays as SFT left it (table 2)
     norm: str = "drgrpo"                 # drgrpo: Eqs. 7', 10'; printed: Eqs. 7, 10 (PAPER-GAP 1)
@@ -106,8 +102,14 @@ class Config(RolloutConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check(self, "K", "M", "passes", "epochs", "tasks_per_rank", "micro_batch", "lora_r",
-              norm=("drgrpo", "printed"), dtype=DTYPES, engine=("local", "vllm"), pipeline=(0, 1))
+        check(self, "K", "M", "passes", "epochs", "tasks_per_rank", "micro_batch", "lora_r", "max_tokens_D",
+              "max_tokens_A", norm=("drgrpo", "printed"), dtype=DTYPES, engine=("local", "vllm"),
+              pipeline=(0, 1))
+
+    @property
+    def plans(self) -> int:
+        """Plans of a task: K, or the one empty plan."""
+        return self.K if self.use_plan else 1
 
 
 FREE = ("threads", "micro_batch", "micro_tokens", "keep", "max_batch", "actor_url", "decomposer_url",
@@ -132,10 +134,15 @@ def ratio(logp_NT, logp_old_NT):
     return (logp_NT - logp_old_NT).exp()
 
 
-def clipped(r_NT, adv_N, eps):
+def clipped(r_NT, adv_NT, eps):
     """ℓ(r, A) = min(r·A, clip(r, 1-ε, 1+ε)·A) of Eqs. 7 and 10."""
-    assert r_NT.dim() == 2 and adv_N.shape == r_NT.shape[:1]
-    return torch.minimum(r_NT * adv_N[:, None], r_NT.clamp(1 - eps, 1 + eps) * adv_N[:, None])
+    assert r_NT.dim() == 2 and adv_NT.shape == r_NT.shape
+    return torch.minimum(r_NT * adv_NT, r_NT.clamp(1 - eps, 1 + eps) * adv_NT)
+
+
+def clip_acts(r_NT, adv_NT, eps):
+    """Where ℓ's clip takes the gradient away: r > 1+ε with A > 0, r < 1-ε with A < 0."""
+    return torch.where(adv_NT > 0, r_NT > 1 + eps, r_NT < 1 - eps)
 
 
 def importance(logp_old_NT, logp_sampler_NT, cap):
@@ -194,12 +201,12 @@ def loss_D_printed(term_NT, mask_NT, B, K):
     return -((term_NT * mask_NT).sum(1) / mask_NT.sum(1).clamp(min=1)).sum() / (B * K)
 
 
-def loss_joint(L_A, L_D):
-    """Eq. 11: L = L_A + L_D.
+def loss_joint(*L):
+    """Eq. 11: L = L_A + L_D; for a system of other roles, the sum of theirs.
 
-    The parameters are disjoint, so `update` takes the two gradients one after the other.
+    The parameters are disjoint, so `train` takes the two gradients one after the other.
     """
-    return L_A + L_D
+    return sum(L)
 
 
 def _centre(x, valid, std, std_eps):
@@ -215,305 +222,224 @@ def _centre(x, valid, std, std_eps):
     return torch.where(spread & valid, d, 0)
 
 
-# ------------------------------------------------------------------------------------- groups -> training set
-@dataclass
-class Batch:
-    """What one role learns from a rollout batch: samples, the advantage of each,
-    T_ij of its episode (1 for a plan)."""
-    samples: list[Sample]
-    adv: list[float]
-    T: list[int]
+# ------------------------------------------------------------------------------------------- roles and agent
+def roles(cfg: Config) -> list[Role]:
+    """Two policies with parameters of their own (sec. 3.1); without a plan the actor alone (table 2)."""
+    actor = Role("actor", cfg.actor, "A", temperature=cfg.temperature_A, max_tokens=cfg.max_tokens_A,
+                 lr=cfg.lr, urls=cfg.actor_url)
+    decomposer = Role("decomposer", cfg.decomposer, "D", temperature=cfg.temperature_D,
+                      max_tokens=cfg.max_tokens_D, lr=cfg.lr, urls=cfg.decomposer_url,
+                      trained=cfg.train_decomposer)
+    return [actor, decomposer] if cfg.use_plan else [actor]
 
 
-def credit(groups: list[Group], cfg: Config):
-    """Rewards and both advantages of a rollout batch's groups:
-    R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK (float64)."""
-    R = [math.nan if e.reward is None else e.reward for g in groups for row in g.episodes for e in row]
-    R_BKM = torch.tensor(R, dtype=torch.float64).reshape(len(groups), cfg.K if cfg.use_plan else 1, cfg.M)
-    valid_BKM = ~R_BKM.isnan()
+class Agent(rollout.Agent):
+    """A plan per task from the decomposer, then one action per screenshot from the actor."""
+
+    def plans(self, instruction, png, ask, K) -> list[Plan]:
+        """Eq. 1: d ~ π_D(· | x, o_0), K times; one empty plan where there is no decomposer."""
+        if not ask.has("decomposer"):
+            return super().plans(instruction, png, ask, K)
+        system, user = self.prompts.decomposer(instruction)
+        asked = [ask.later("decomposer", system, user, png) for _ in range(K)]
+        return [rollout.read_plan(k, ask.wait(answer)) for k, answer in enumerate(asked)]
+
+    def act(self, png, ask):
+        """Eq. 2: a_t ~ π_A(· | x, o_t, h_t, d)."""
+        system, user = self.prompts.actor(self.instruction, self.history, self.plan.text)
+        sample = ask("actor", system, user, png, self.steps)
+        return sample, self.read(sample.text)
+
+
+# ----------------------------------------------------------------------------------- groups -> what is learnt
+def rewards(episode: Episode) -> list[float]:
+    """The reward of each step: R_ij at the last one, 0 before."""
+    return [0.0] * (len(episode.steps) - 1) + [episode.reward]
+
+
+def returns(groups: list[Group], K: int, M: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """R_BKM, the sum of each episode's rewards, and which of them are known (PAPER-GAP 7); float64."""
+    R = [math.nan if e.reward is None else sum(rewards(e)) for e in all_episodes(groups)]
+    R_BKM = torch.tensor(R, dtype=torch.float64).reshape(len(groups), K, M)
+    return R_BKM, ~R_BKM.isnan()
+
+
+def credit(groups: list[Group], cfg: Config, networks: dict | None = None) -> Credit:
+    """Within a plan for the actor (Eq. 5), across plans for the decomposer (Eqs. 8, 9); no network is asked."""
+    R_BKM, valid_BKM = returns(groups, cfg.plans, cfg.M)
     S_BK, valid_BK = plan_return(R_BKM, valid_BKM)
     adv_A_BKM = advantage_A(R_BKM, valid_BKM, cfg.std, cfg.std_eps)
-    return R_BKM, valid_BKM, S_BK, adv_A_BKM, advantage_D(S_BK, valid_BK, cfg.std, cfg.std_eps)
-
-
-def batches(groups: list[Group], adv_A_BKM, adv_D_BK) -> dict[str, Batch]:
-    """The two roles' training sets, in an order that does not depend on when an episode finished."""
-    A, D = Batch([], [], []), Batch([], [], [])
+    adv_D_BK = advantage_D(S_BK, valid_BK, cfg.std, cfg.std_eps)
+    rows = {"actor": [], "decomposer": []}
+    of_episode = []
     for g, group in enumerate(groups):
-        for plan, row in zip(group.plans, group.episodes, strict=True):
+        for k, (plan, row) in enumerate(zip(group.plans, group.episodes, strict=True)):
+            adv_D = float(adv_D_BK[g, k])
             if plan.sample is not None:
-                D.samples.append(plan.sample), D.adv.append(float(adv_D_BK[g, plan.k])), D.T.append(1)
-            for episode in row:
-                for step in episode.steps if episode.reward is not None else ():
-                    A.samples.append(step.sample), A.T.append(len(episode.steps))
-                    A.adv.append(float(adv_A_BKM[g, plan.k, episode.m]))
-    return {"actor": A, "decomposer": D}
+                rows["decomposer"].append(Row(plan.sample, adv_D))
+            for m, e in enumerate(row):
+                adv_A = float(adv_A_BKM[g, k, m])
+                if e.reward is not None:
+                    rows["actor"] += [Row(step.sample, adv_A, len(e.steps)) for step in e.steps]
+                S_i = float(S_BK[g, k]) if valid_BK[g, k] else None
+                of_episode.append({"S_i": S_i, "adv_A": adv_A, "adv_D": adv_D})
+    written = [plan for group in groups for plan in group.plans if plan.sample is not None]
+    shares = {"S_std": spread(S_BK, valid_BK), "zero_adv_A": share_of((adv_A_BKM == 0).all(-1)),
+              "zero_adv_D": share_of((adv_D_BK == 0).all(-1)),
+              "malformed_rate": (sum(plan.malformed for plan in written), len(written)),
+              "truncated_A": truncated([s.sample for e in all_episodes(groups) for s in e.steps])}
+    teaching = {role: [row for row in some if teaches(row, cfg)] for role, some in rows.items()}
+    return Credit(teaching, shares, of_episode)
 
 
-# ------------------------------------------------------------------------------------------------- the update
-def pad(rows: list[torch.Tensor]):
-    """Ragged per-token tensors -> (N, T) right-padded with 0, and the mask of real tokens."""
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(r.detach()) for r in rows], batch_first=True)
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), mask
+def teaches(row: Row, cfg: Config) -> bool:
+    """A sample of advantage 0 has gradient 0, unless a KL term pulls at it: it is not run at all."""
+    return row.adv != 0 or cfg.beta > 0
 
 
-def role_loss(role: str, term_NT, mask_NT, T_N, B: int, cfg: Config):
-    """A micro-batch's share of L_A or L_D: the shares of all micro-batches and ranks add up to the whole."""
-    K = cfg.K if cfg.use_plan else 1
+def loss(role: str, m: Micro, B: int, cfg: Config) -> tuple[torch.Tensor, dict]:
+    """A micro-batch's share of L_A or L_D, for B tasks of all ranks, and sums over its tokens for the log."""
+    r_NT = ratio(m.logp_NT, m.logp_old_NT)
+    term_NT = clipped(r_NT, m.adv_NT, cfg.eps)
+    told = {"clip": (clip_acts(r_NT, m.adv_NT, cfg.eps) * m.mask_NT).sum(), "kl": 0.0}
+    if cfg.is_cap > 0:
+        term_NT = term_NT * importance(m.logp_old_NT, m.logp_sampler_NT, cfg.is_cap)
+    if cfg.beta > 0:
+        kl_NT = kl(m.logp_NT, m.logp_ref_NT)
+        term_NT = term_NT - cfg.beta * kl_NT
+        told["kl"] = (kl_NT.detach() * m.mask_NT).sum()
+    if role == "actor" and cfg.norm == "printed":
+        return loss_A_printed(term_NT, m.mask_NT, m.T_N, B, cfg.plans, cfg.M), told
     if role == "actor":
-        if cfg.norm == "printed":
-            return loss_A_printed(term_NT, mask_NT, T_N, B, K, cfg.M)
-        return loss_A(term_NT, mask_NT, B, K, cfg.M, cfg.max_steps * cfg.max_tokens_A)
+        return loss_A(term_NT, m.mask_NT, B, cfg.plans, cfg.M, cfg.max_steps * cfg.max_tokens_A), told
     if cfg.norm == "printed":
-        return loss_D_printed(term_NT, mask_NT, B, K)
-    return loss_D(term_NT, mask_NT, B, K, cfg.max_tokens_D)
+        return loss_D_printed(term_NT, m.mask_NT, B, cfg.plans), told
+    return loss_D(term_NT, m.mask_NT, B, cfg.plans, cfg.max_tokens_D), told
 
 
-def micro_batches(order: list[int], lengths: list[int], cfg: Config) -> list[list[int]]:
-    """`order`, sorted by prompts and their length so that equal ones share a pass and little is padded, in
-    parts of at most micro_batch samples and micro_tokens tokens."""
-    parts = [[]]
-    for i in order:
-        n = len(parts[-1]) + 1
-        longest = max(lengths[j] for j in [*parts[-1], i])
-        if n > cfg.micro_batch or n > 1 and 0 < cfg.micro_tokens < n * longest:
-            parts.append([])
-        parts[-1].append(i)
-    return [part for part in parts if part]
+# --------------------------------------------------------------------------------------------- what may differ
+def draw(batch: int, tasks: list, pool: rollout.Pool, models: dict, cfg: Config, bar: str) -> list[Group]:
+    """Where samples come from: K plans per task, M episodes per plan, in the order of the tasks (Eqs. 1, 2)."""
+    groups = pool.run(tasks, cfg.plans, cfg.M, (cfg.seed, batch), models, bar=bar)
+    return sorted(groups, key=lambda group: tasks.index(group.task))
 
 
-def update(policy: Policy, optimizer, batch: Batch, B: int, cfg: Config, world) -> dict:
-    """`passes` optimizer steps of one role on one rollout batch of B tasks (all ranks); returns statistics.
-
-    Samples of advantage 0 have gradient 0 (without a KL term) and are not run through the model at all.
-    """
-    T = cfg.temperature_A if policy.role == "actor" else cfg.temperature_D
-    lengths = [len(s.prompt_ids) + len(s.response_ids) for s in batch.samples]
-    order = [i for i, a in enumerate(batch.adv) if a != 0 or cfg.beta > 0]
-    order.sort(key=lambda i: (len(batch.samples[i].prompt_ids), batch.samples[i].prompt_ids, lengths[i]))
-    micro = micro_batches(order, lengths, cfg)
-    logp_old, logp_ref, mismatch = {}, {}, 0.0
-    logp_sampler = {i: torch.tensor(batch.samples[i].logp, device=policy.device) for i in order}
-    for step in range(cfg.passes):
-        for p in policy.parameters().values():
-            p.grad = torch.zeros_like(p)
-        # loss, tokens, clipped tokens, sum of KL; the largest |log r| cannot be summed
-        sums, furthest = torch.zeros(4, dtype=torch.float64), 0.0
-        for part in micro:
-            samples = [batch.samples[i] for i in part]
-            rows = policy.logp(samples, T)
-            if step == 0:                                 # PAPER-GAP 4: the weights have not moved yet
-                mismatch += sum(float((r.detach() - logp_sampler[i]).abs().sum()) for i, r in zip(part, rows))
-                logp_old |= ({i: logp_sampler[i] for i in part} if cfg.pipeline     # they have: one update
-                             else {i: row.detach() for i, row in zip(part, rows)})
-                if cfg.beta > 0:
-                    with torch.no_grad():
-                        logp_ref |= zip(part, policy.logp(samples, T, reference=True))
-            logp_NT, mask_NT = pad(rows)
-            logp_old_NT = pad([logp_old[i] for i in part])[0]
-            adv_N = torch.tensor([batch.adv[i] for i in part], dtype=torch.float32, device=logp_NT.device)
-            T_N = torch.tensor([batch.T[i] for i in part], dtype=torch.float32, device=logp_NT.device)
-            r_NT = ratio(logp_NT, logp_old_NT)
-            term_NT = clipped(r_NT, adv_N, cfg.eps)
-            if cfg.is_cap > 0:
-                sampler_NT = pad([logp_sampler[i] for i in part])[0]
-                term_NT = term_NT * importance(logp_old_NT, sampler_NT, cfg.is_cap)
-            if cfg.beta > 0:
-                kl_NT = kl(logp_NT, pad([logp_ref[i] for i in part])[0])
-                term_NT = term_NT - cfg.beta * kl_NT
-                sums[3] += float((kl_NT.detach() * mask_NT).sum())
-            loss = role_loss(policy.role, term_NT, mask_NT, T_N, B, cfg)
-            loss.backward()
-            # the clip is active where it takes the gradient away: r > 1+ε with A > 0, r < 1-ε with A < 0
-            active = torch.where(adv_N[:, None] > 0, r_NT > 1 + cfg.eps, r_NT < 1 - cfg.eps)
-            sums[:3] += torch.stack([loss.detach(), mask_NT.sum(), (active * mask_NT).sum()]).double().cpu()
-            furthest = max(furthest, 0.0, *((logp_NT - logp_old_NT).abs() * mask_NT).flatten().tolist())
-        grad_norm = step_together_(policy, optimizer, cfg.max_norm)
-    sums = torch.tensor(gather_objects(sums.tolist(), world)).sum(0).tolist()
-    tokens = max(sums[1], 1)
-    return {"loss": sums[0], "clip": sums[2] / tokens, "kl": sums[3] / tokens, "grad": grad_norm,
-            "ratio_max": math.exp(max(gather_objects(furthest, world))),
-            "mismatch": sum(gather_objects(mismatch, world)) / tokens,
-            "trained": sum(gather_objects(len(order), world))}
+def trains(batch: int, cfg: Config) -> list[str]:
+    """The roles that are updated after this batch."""
+    return [role.name for role in roles(cfg) if role.trained]
 
 
-def step_together_(policy: Policy, optimizer, max_norm: float) -> float:
-    """Sum the gradients of all ranks in one all_reduce, clip, step; returns the norm before the clip."""
-    parameters = list(policy.parameters().values())
-    all_reduce_flat_([p.grad for p in parameters])
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True)
-    optimizer.step()
-    return float(norm)
-
-
-# ------------------------------------------------------------------------------------------------ bookkeeping
-def schedule(tasks: list, cfg: Config, world_size: int) -> list[list]:
-    """The rollout batches of the run, each a list of tasks; every epoch is shuffled from (seed, epoch)."""
-    size, out = world_size * cfg.tasks_per_rank, []
-    for epoch in range(cfg.epochs):
-        order = random.Random(f"{cfg.seed} {epoch}").sample(tasks, len(tasks))
-        out += [order[i:i + size] for i in range(0, len(order), size)]
-    return out
-
-
-def log_line(s: dict, updates: dict) -> dict:
-    """Sums over all ranks -> the logged object (README: metric glossary)."""
-    line = {"reward_mean": s["reward"] / max(1, s["valid"]), "S_std": s["S_std"] / s["tasks"],
-            "episodes": s["episodes"], "infra_rate": 1 - s["valid"] / s["episodes"],
-            "unparsable_rate": s["unparsable"] / s["episodes"],
-            "zero_adv_A": s["zero_A"] / s["groups_A"], "zero_adv_D": s["zero_D"] / s["tasks"],
-            "steps_mean": s["steps"] / s["episodes"], "len_A": s["tokens_A"] / max(1, s["steps"]),
-            "len_D": s["tokens_D"] / max(1, s["plans"]),
-            "malformed_rate": s["malformed"] / max(1, s["plans"]),
-            "truncated_A": s["cut"] / max(1, s["steps"]), "faults": dict(s["faults"])}
-    for role, u in updates.items():
-        line |= {f"{k}_{'A' if role == 'actor' else 'D'}": v for k, v in u.items()}
-    return line | {"loss": loss_joint(line.get("loss_A", 0.0), line.get("loss_D", 0.0))}
-
-
-# ------------------------------------------------------------------------------------------------------- main
-def main(cfg: Config) -> None:
-    torch.set_num_threads(cfg.cpu_threads)
-    roles_of(cfg), load_prompts(cfg.prompts)              # what is missing is said before anything is written
-    env = load_environment(cfg)
-    tasks = env.tasks(cfg.split)
-    with process_group() as world:
-        run = open_run(cfg.run_dir, cfg, world, free=FREE)
-        train(cfg, world, run, env, tasks)
-    env.close()
-
-
-def dry_run(cfg: Config) -> None:
-    """What a run would do, and the most it can take."""
-    (roles, trained), env, _ = roles_of(cfg), load_environment(cfg), load_prompts(cfg.prompts)
-    with process_group() as world:
-        rollouts = schedule(env.tasks(cfg.split), cfg, world.size)
-        n, K = sum(map(len, rollouts)), cfg.K if cfg.use_plan else 1
-        if world.main:
-            print(f"{n} tasks of {cfg.env} {cfg.split} in {len(rollouts)} rollout batches; after each, "
-                  f"{cfg.passes} steps of {' and '.join(trained)}\n"
-                  f"{n} tasks x {K} plans x {cfg.M} episodes = {n * K * cfg.M:,} episodes of at most "
-                  f"{cfg.max_steps} actions of at most {cfg.max_tokens_A} tokens")
-            for path in (getattr(cfg, role) for role in roles):
-                print(f"{path}: {parameter_count(path) / 1e6:,.1f} M parameters, frozen, in {cfg.dtype}")
-            print(f"{cfg.run_dir}: {latest_checkpoint(Path(cfg.run_dir) / 'checkpoints') or 'new'}; hours: "
-                  f"bench/simulate.py, and `seconds` in log.jsonl after the first rollout batch")
-    env.close()
-
-
-def roles_of(cfg: Config) -> tuple[list[str], list[str]]:
-    """The roles there are, and those that are trained. Raises UserError for one without a checkpoint."""
-    roles = ["actor", "decomposer"] if cfg.use_plan else ["actor"]
-    for role in roles:
-        if not getattr(cfg, role):
-            raise UserError(f"--{role} is missing: give the directory of the {role}'s stage-2 checkpoint")
-        need_model(getattr(cfg, role))
-    addresses(cfg, roles)
-    return roles, [r for r in roles if r == "actor" or cfg.train_decomposer]
-
-
-def build(cfg: Config, world, roles, trained) -> tuple[dict, dict]:
-    """The roles' policies, and an optimizer for each role that is trained (PAPER-GAP 16)."""
-    policies = {role: Policy(getattr(cfg, role), role, cfg.lora_r, cfg.lora_alpha, device=world.device,
-                             dtype=cfg.dtype, seed=cfg.seed + i, checkpointing=cfg.checkpointing)
-                for i, role in enumerate(roles)}
-    optimizers = {r: torch.optim.AdamW(policies[r].parameters().values(), lr=cfg.lr, betas=(0.9, 0.999),
-                                       eps=cfg.adam_eps, weight_decay=0.0) for r in trained}
-    return policies, optimizers
-
-
-def roll_out(batch: int, tasks: list, pool: Pool, engine, cfg: Config, bar: str) -> tuple[list[Group], dict]:
-    """This rank's share of a rollout batch, in the order of its tasks, and where the time went."""
-    clock = lambda: pool.clock() + Counter(generation=engine.seconds())
-    start, before = time.monotonic(), clock()
-    groups = sorted(pool.run(tasks, cfg.K, cfg.M, (cfg.seed, batch), engine.models, cfg.use_plan, bar=bar),
-                    key=lambda group: tasks.index(group.task))
-    return groups, rollout_phases(before, clock(), cfg.threads, time.monotonic() - start)
-
-
-def drawn_batches(batches: range, draw, sync, cfg: Config):
-    """Yields (batch, what `sync` told, what `draw` returned) for one rollout batch after the other. With
-    `pipeline` the next one is under way, on the weights of now, while the caller trains on what it got."""
-    def timed(batch):
-        start = time.monotonic()
-        return sync(batch) | {"seconds_sync": time.monotonic() - start}
-    ahead = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(cfg.cpu_threads,))
-    coming = None
-    try:
-        for batch in batches:
-            told, drawn = (coming[0], coming[1].result()) if coming else (timed(batch), draw(batch))
-            if cfg.pipeline and batch + 1 in batches:
-                coming = timed(batch + 1), ahead.submit(draw, batch + 1)
-            yield batch, told, drawn
-    finally:
-        ahead.shutdown(wait=False)                        # the pool's end ends what is still being drawn
-
-
-def times(phases: dict, told: dict, watch: Stopwatch, world) -> dict:
-    """Wall clock of a rollout batch and its phases, means over the ranks."""
-    phases |= {"sync": told.pop("seconds_sync") + watch.spent["sync"], "update": watch.spent["update"],
-               "seconds": sum(watch.spent.values())}
-    mean = {k: round(v / world.size, 3) for k, v in total(gather_objects(phases, world)).items()}
-    return {"seconds": mean["seconds"], "seconds_rollout": mean["rollout"],
-            "seconds_update": mean["update"], "generations": mean["batches"],
-            "phases": {k: mean[k] for k in PHASES}}
-
-
-def train(cfg: Config, world, run: Path, env, tasks: list) -> None:
-    roles, trained = roles_of(cfg)
-    # 1 · two policies on two frozen bases, each with its own adapter and optimizer; who generates with them
-    policies, optimizers = build(cfg, world, roles, trained)
-    engine = load_engine(cfg, policies, run, world)
+# ------------------------------------------------------------------------------------ the loop, of any system
+def train(cfg: Config, system, world, run: Path, env, tasks: list) -> None:
+    """Run `system`, a module with the names that are defined above, on the environment's tasks."""
+    # 1 · each role's network with its own adapter and optimizer; who generates with them
+    its_roles = system.roles(cfg)
+    networks, optimizers = build(its_roles, cfg, world.device)
+    engine = load_engine(cfg, its_roles, networks, run, world)
 
     # 2 · where a killed run stopped: nothing is lost, nothing is there twice
-    done = load_checkpoint(run / "checkpoints", policies, optimizers, world)
+    done = load_checkpoint(run / "checkpoints", networks, optimizers, world)
     if world.main:
         for name in ("log.jsonl", "episodes.jsonl"):
             rewrite_jsonl(run / name, lambda line: line["batch"] < done)
-    rollouts = schedule(tasks, cfg, world.size)
+    rollouts = schedule(tasks, cfg.epochs, world.size * cfg.tasks_per_rank, cfg.seed)
     gather_objects(done, world)                           # all ranks see the same files before anybody writes
     episode_log = EpisodeLog(run)
 
-    with Pool(env, load_prompts(cfg.prompts), cfg) as pool:
-        # 3 · K plans per task, M episodes per plan (Eqs. 1, 2), terminal rewards
-        def draw(i):
+    agent = partial(system.Agent, cfg, load_prompts(cfg.prompts))
+    with rollout.Pool(env, cfg, agent, its_roles) as pool:
+        # 3 · plans and episodes (Eqs. 1, 2) with their rewards
+        def draw_batch(i: int):
+            mine = rollouts[i][world.rank::world.size]
             bar = f"batch {i + 1}/{len(rollouts)}" if world.main else ""
-            return roll_out(i, rollouts[i][world.rank::world.size], pool, engine, cfg, bar)
-        watch, to_do = Stopwatch(), range(done, len(rollouts))
-        for batch, told, (groups, phases) in drawn_batches(to_do, draw, engine.sync, cfg):
+            drawn = partial(system.draw, i, mine, pool, engine.models, cfg, bar)
+            return timed_rollout(drawn, lambda: pool.clock() + engine.clock(), cfg.threads)
+        watch = Stopwatch()
+        left = range(done, len(rollouts))
+        for batch, told, (groups, phases) in drawn_batches(left, draw_batch, engine.sync, bool(cfg.pipeline),
+                                                           cfg.cpu_threads):
             watch.lap("rollout")
 
-            # 4 · credit: within a plan for the actor (Eq. 5), across plans for the decomposer (Eqs. 8, 9)
-            R_BKM, valid_BKM, S_BK, adv_A_BKM, adv_D_BK = credits = credit(groups, cfg)
-            s = total(gather_objects(statistics(groups, *credits), world))
+            # 4 · credit: who gets how much of the rewards (Eqs. 5, 8, 9)
+            learnt = system.credit(groups, cfg, networks)
+            shares, faults = count(groups, its_roles)
+            shares, faults = total(gather_objects((shares | learnt.shares, faults), world))
             watch.lap("sync")                             # with the slowest rank
-            episode_log.append(groups, batch, lambda g, k, m: {
-                "S_i": float(S_BK[g, k]) if valid_BKM[g, k].any() else None,
-                "adv_A": float(adv_A_BKM[g, k, m]), "adv_D": float(adv_D_BK[g, k])})
-            if (lost := s["episodes"] - s["valid"]) > cfg.max_infra * s["episodes"]:
-                raise UserError(f"batch {batch}: {lost} of {s['episodes']} episodes failed for reasons of "
-                                f"infrastructure (--max_infra {cfg.max_infra}); see {run}/episodes.jsonl, "
-                                f"then start again")
+            episode_log.append(groups, batch, learnt.of_episode)
+            stop_if_too_many_are_lost(shares["infra_rate"], batch, run, cfg)
 
             # 5 · one update per role from the one batch (Eqs. 6, 7, 10, 11)
             watch.lap("files")
-            data, B = batches(groups, adv_A_BKM, adv_D_BK), len(rollouts[batch])
-            updates = {r: update(policies[r], optimizers[r], data[r], B, cfg, world) for r in trained}
+            updates = {}
+            for role in (role for role in its_roles if role.name in system.trains(batch, cfg)):
+                objective = partial(system.loss, role.name, B=len(rollouts[batch]), cfg=cfg)
+                updates[role.mark] = update(role, networks[role.name], optimizers[role.name],
+                                            learnt.rows[role.name], objective, cfg, world)
             watch.lap("update")
 
             # 6 · log and checkpoint; a kill between the two is undone by step 2
-            line = ({"batch": batch, "of": len(rollouts)} | log_line(s, updates)
-                    | times(phases, told, watch, world) | told)
+            line = {"batch": batch, "of": len(rollouts)} | batch_line(shares, faults, updates)
+            line["loss"] = loss_joint(*(update["loss"] for update in updates.values()))
+            line |= times(phases, told.pop("seconds_sync"), watch, world) | told
             watch = Stopwatch()
             gather_objects(None, world)                   # every rank's episodes are written
             if world.main:
                 append_jsonl(run / "log.jsonl", [line])
-                save_checkpoint(run / "checkpoints", batch + 1, policies, optimizers, cfg.keep)
-                print(" ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}"
-                               for k, v in line.items()), flush=True)
+                save_checkpoint(run / "checkpoints", batch + 1, networks, optimizers, cfg.keep)
+                print(printed(line), flush=True)
     engine.close()
     if world.main:
         print(phase_table(run / "log.jsonl"))
+
+
+def stop_if_too_many_are_lost(infra: tuple, batch: int, run: Path, cfg: Config) -> None:
+    """UserError where more than --max_infra of a batch failed on infrastructure: nothing is learnt of it."""
+    lost, episodes = infra
+    if lost > cfg.max_infra * episodes:
+        raise UserError(f"batch {batch}: {lost} of {episodes} episodes failed for reasons of infrastructure "
+                        f"(--max_infra {cfg.max_infra}); see {run}/episodes.jsonl, then start again")
+
+
+# ------------------------------------------------------------------------------------------------------- main
+def main(cfg: Config, system=sys.modules[__name__]) -> None:
+    torch.set_num_threads(cfg.cpu_threads)
+    ready(cfg, system)                                    # what is missing is said before anything is written
+    env = load_environment(cfg)
+    tasks = env.tasks(cfg.split)
+    with process_group() as world:
+        run = open_run(cfg.run_dir, cfg, world, free=FREE)
+        train(cfg, system, world, run, env, tasks)
+    env.close()
+
+
+def ready(cfg: Config, system) -> list[Role]:
+    """The system's roles, checked; UserError for what they or the texts lack. Loads no weights."""
+    its_roles = system.roles(cfg)
+    check_roles(its_roles)
+    addresses(cfg, its_roles)
+    load_prompts(cfg.prompts)
+    return its_roles
+
+
+def dry_run(cfg: Config, system=sys.modules[__name__]) -> None:
+    """What a run would do, and the most it can take."""
+    its_roles = ready(cfg, system)
+    env = load_environment(cfg)
+    with process_group() as world:
+        rollouts = schedule(env.tasks(cfg.split), cfg.epochs, world.size * cfg.tasks_per_rank, cfg.seed)
+        n = sum(map(len, rollouts))
+        trained = [role.name for role in its_roles if role.trained]
+        if world.main:
+            print(f"{n} tasks of {cfg.env} {cfg.split} in {len(rollouts)} rollout batches; after each, "
+                  f"{cfg.passes} steps of {' and '.join(trained)}\n"
+                  f"{n} tasks x {cfg.plans} plans x {cfg.M} episodes = {n * cfg.plans * cfg.M:,} episodes of at "
+                  f"most {cfg.max_steps} actions of at most {max(r.max_tokens for r in its_roles)} tokens")
+            for role in (role for role in its_roles if role.checkpoint):
+                size = parameter_count(role.checkpoint) / 1e6
+                print(f"{role.checkpoint}: {size:,.1f} M parameters, frozen, in {cfg.dtype}")
+            print(f"{cfg.run_dir}: {latest_checkpoint(Path(cfg.run_dir) / 'checkpoints') or 'new'}; hours: "
+                  f"bench/simulate.py, and `seconds` in log.jsonl after the first rollout batch")
+    env.close()
 
 
 if __name__ == "__main__":

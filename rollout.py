@@ -1,4 +1,4 @@
-"""Task + plan + policy -> episode: what an environment is, the episode loop, the threaded pool.
+"""Task + agent -> episode: how an agent is asked, the episode loop, the threaded pool (Eqs. 1 and 2).
 
 Every thread of the pool has a browser of its own (web/session.py). The threads put their generation requests
 into one queue; the calling thread, which owns the models, answers what has gathered there in dynamic batches.
@@ -12,201 +12,128 @@ reward None (PAPER-GAP 7). Three unparsable answers in a row end an episode (12)
 
 import contextlib
 import hashlib
-import importlib.util
+import importlib
 import itertools
 import queue
-import re
 import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 
 from tqdm import tqdm
 
 from language import actions, dialects
 from language.prompts import format_plan, parse_plan
-from runtime import UserError, check
+from model.inputs import Sample
+from model.roles import Request, Role
+from records.episode import Episode, Group, Plan, Step
+from runtime import ROOT, UserError
 from web import effects
 from web.chromium import SITE, Watchdog, web_errors
+from web.environment import Environment, RolloutConfig, Task
 from web.session import Session
 
 
-# -------------------------------------------------------------------------------------------- what things are
-@dataclass(frozen=True)
-class Task:
-    id: str                                       # unique within its environment
-    site: str                                     # the column of a table that it counts in
-    instruction: str = ""                         # x; "" where the page makes it up when it opens
-    seed: int = 0                                 # instance of a generated task
-    data: dict = field(default_factory=dict, compare=False)
-    changes_state: bool = False                   # its episodes must not share a site replica (PAPER-GAP 18)
-    leaves_traces: bool = False                   # no reset: the site's later tasks find what it changed
+# ----------------------------------------------------------------------------------------------------- agents
+class Agent:
+    """What the pool needs of an agent: one object writes a task's plans, one more acts in each episode and may
+    remember on itself what it likes. All its methods run in the browser's own thread and may `ask` and wait.
 
+    This base has no role yet: its plans are empty, and `act` is the system's to write.
+    """
 
-@dataclass
-class Verdict:
-    reward: float | None                          # R in {0, 1}; None: unknown (an outage of the judge, say)
-    reason: str = ""
-    rewards: dict = field(default_factory=dict)   # the same episode by other rules: name -> 0, 1 or None
+    def __init__(self, cfg: RolloutConfig, prompts):
+        self.cfg = cfg
+        self.prompts = prompts
+        self.read = dialects.reader(cfg.dialect)
 
+    def plans(self, instruction: str, png: bytes, ask: "Ask", K: int) -> list[Plan]:
+        """K plans for a task, from its instruction x and first screenshot o_0."""
+        return [Plan(k) for k in range(K)]
 
-class Environment:
-    """What the pool needs of an environment. Methods with a session run in that session's thread."""
-    name = ""
-    width, height, scale = 1280, 720, 1.0         # viewport in CSS pixels; screenshot pixels per CSS pixel
-    fresh_context = True                          # False only where pages keep no state of their own
-    quick = False                                 # True where an action on a page requests nothing
-    browser_args: list[str] = []                  # further switches of Chromium
+    def begin(self, instruction: str, plan: Plan) -> None:
+        """An episode starts, or starts again after a fault of the web."""
+        self.instruction = instruction
+        self.plan = plan
+        self.steps: list[Step] = []
 
-    def tasks(self, split: str) -> list[Task]:
-        """The tasks of a split, in order; UserError for an unknown one."""
+    def act(self, png: bytes, ask: "Ask") -> tuple[Sample, actions.Action]:
+        """The next action, and the answer that it was read from."""
         raise NotImplementedError
 
-    def origins(self, task: Task) -> list[str]:
-        """Addresses (scheme://host:port) the browser may navigate to during this task."""
-        raise NotImplementedError
+    def after(self, step: Step, ask: "Ask") -> None:
+        """The action is done and the page has settled."""
+        self.steps.append(step)
 
-    def open(self, task: Task, session: Session) -> str:
-        """Bring the session's page to the start of the task; returns the instruction x."""
-        raise NotImplementedError
-
-    def done(self, session: Session) -> bool:
-        """Whether the page itself has ended the episode."""
-        return False
-
-    def judge(self, task: Task, session: Session, answer: str) -> Verdict:
-        """The terminal reward; called once, after the last step. Without one, the episode is run again."""
-        raise NotImplementedError
-
-    def leave(self, session: Session) -> dict:
-        """The attempt at an episode is over, well or not; returns what its record should keep (`details`)."""
-        return {}
-
-    def close(self) -> None:
-        """Stop what the environment started."""
+    @property
+    def history(self) -> list[str]:
+        """One line for each step so far (PAPER-GAP 11)."""
+        return [step.line for step in self.steps]
 
 
-@dataclass
-class Request:
-    """One prompt for one role's policy."""
-    role: str
-    system: str
-    user: str
-    png: bytes
-    seed: int
-    temperature: float
-    max_new_tokens: int
-    earlier: list = field(default_factory=list)   # Steps before this one, for a model that sees them again
+class Ask:
+    """`ask(role, system, user, png)` asks a role's model and waits for its Sample; `later` asks without waiting,
+    `wait` takes up its answer. All samples gather in `samples`. Their seeds are those of the place in the run:
+    what else is asked elsewhere changes none."""
+
+    def __init__(self, pool: "Pool", session: Session, seeds: Iterator[int]):
+        self.pool = pool
+        self.session = session
+        self.seeds = seeds
+        self.samples: list[Sample] = []
+
+    def __call__(self, role: str, system: str, user: str, png: bytes, earlier: Iterable = ()) -> Sample:
+        return self.wait(self.later(role, system, user, png, earlier))
+
+    def later(self, role: str, system: str, user: str, png: bytes, earlier: Iterable = ()) -> tuple[str, Future]:
+        """`earlier`: the steps that a model on a server may see again."""
+        settings = self.pool.roles[role]
+        request = Request(role, system, user, png, next(self.seeds), settings.temperature, settings.max_tokens,
+                          list(earlier))
+        return role, self.pool.submit(request)
+
+    def wait(self, asked: tuple[str, Future]) -> Sample:
+        role, future = asked
+        sample = self.session.answer(future)
+        sample.role = role
+        self.samples.append(sample)
+        return sample
+
+    def has(self, role: str) -> bool:
+        return role in self.pool.roles
 
 
-@dataclass
-class Plan:
-    k: int
-    text: str = ""                                # what the actor reads: the list, or a malformed text
-    subtasks: list = field(default_factory=list)  # g_1 … g_L, [] when malformed
-    malformed: bool = False
-    sample: object = None                         # policy.Sample of the decomposer, None without a decomposer
+def read_plan(k: int, sample: Sample) -> Plan:
+    """A sampled plan as the actor will read it; a malformed one as it is, clipped (PAPER-GAP 10)."""
+    subtasks = parse_plan(sample.text)
+    text = format_plan(subtasks) if subtasks else sample.text.strip()[:1000]
+    return Plan(k, text, subtasks, not subtasks, sample)
 
 
-@dataclass
-class Step:
-    png: bytes                                    # o_k, the screenshot the action was chosen from
-    sample: object                                # policy.Sample of the actor
-    line: str = ""                                # this step in later prompts' history (PAPER-GAP 11)
-    calls: tuple = ()                             # with page coordinates
-    error: str = ""
+# ---------------------------------------------------------------------------------------------------- systems
+SYSTEM = ("Config", "roles", "Agent", "rewards", "credit", "loss", "draw", "trains")     # what each defines
 
 
-@dataclass
-class Episode:
-    group: "Group" = field(repr=False)
-    plan: Plan
-    m: int
-    seed: int
-    steps: list[Step] = field(default_factory=list)
-    status: str = "infra"
-    reward: float | None = None
-    reason: str = ""
-    answer: str = ""
-    seconds: float = 0.0
-    error: str = ""                               # traceback of the fault that made it infra
-    fault: str = ""                               # its kind, "" where there is none
-    retried: list[str] = field(default_factory=list)  # kinds of the faults of earlier attempts
-    rewards: dict = field(default_factory=dict)   # of the same episode by other rules, if there are any
-    details: dict = field(default_factory=dict)   # what the environment wants to be kept
-    secrets: set = field(default_factory=set, repr=False)  # texts that no file may hold
-    final_png: bytes | None = None
+def load_system(name: str):
+    """The module of a system: grpo_hier, or systems/NAME.py. UserError for one that is not there, or that lacks
+    a name which the loop needs."""
+    there = sorted(p.stem for p in (ROOT / "systems").glob("*.py") if p.stem != "__init__")
+    if name not in ("grpo_hier", *there):
+        raise UserError(f"--system {name}: there is no systems/{name}.py; there are "
+                        f"{', '.join(['grpo_hier', *there])}")
+    system = importlib.import_module(name if name == "grpo_hier" else f"systems.{name}")
+    need_names(system)
+    return system
 
 
-@dataclass
-class Group:
-    """All episodes of one task in one rollout batch: K plans, K x M episodes."""
-    task: Task
-    run: int = 0
-    instruction: str = ""
-    png: bytes = b""                              # o_0, what the decomposer saw
-    plans: list[Plan] = field(default_factory=list)
-    episodes: list[list[Episode]] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """The settings of stages 3 and 4 that say where and how episodes happen; their Config extends it."""
-    env: str = "webarena"                         # environment: miniwob or webarena (sites/NAME)
-    split: str = "train647"                       # which tasks; webarena: README; miniwob: train, eval
-    tasks: str = ""                               # miniwob: page names; webarena: task file or folder
-    instances: int = 100                          # miniwob: instances per page and split
-    scale: float = 1.0                            # miniwob: screenshot pixels per CSS pixel
-    sites: str = "sites.json"                     # webarena: addresses, accounts, replicas, resets
-    patch: str = ""                               # webarena: file with repairs of tasks, by task_id
-    auth: str = ""                                # webarena: directory of storage states of logins
-    leases: str = ""                              # webarena: directory of locks that all nodes share
-    profile: str = "fixed"                        # webarena: evaluator; or scalecua_v2, vab, webarena
-    also: str = ""                                # webarena: further profiles to score by, by commas
-    judge_model: str = ""                         # webarena: model that grades answers; "": none
-    judge_base_url: str = ""                      # webarena: the judge's server; "": OpenAI's
-    judge_api: str = "responses"                  # webarena: its protocol: responses or chat
-    judge_cache: str = ""                         # webarena: directory of the judge's answers
-    prompts: str = ""                             # JSON file that replaces texts of language/prompts.py
-    threads: int = 8                              # browsers
-    max_steps: int = 15                           # T, actions per episode, sec. 4.3
-    temperature_D: float = 0.8                    # sampling temperature of the decomposer
-    temperature_A: float = 0.8                    # sampling temperature of the actor
-    max_tokens_D: int = 512                       # new tokens of a plan
-    max_tokens_A: int = 512                       # new tokens of an action
-    retries: int = 2                              # further attempts at an episode that browser or site broke
-    retry_wait: float = 1.0                       # s before another attempt at a site that is down, doubled
-    call_timeout: float = 15.0                    # s, any single browser call, also a navigation
-    open_timeout: float = 120.0                   # s, opening a task's start page, or judging an episode
-    deadline: float = 600.0                       # s, one attempt at an episode with everything in it
-    settle: float = 3.0                           # s, longest wait for a page to become quiet after an action
-    quiet: float = 0.1                            # s without a change of the page that count as quiet
-    fixed_wait: float = 0.0                       # s after every action, as ScaleCUA; 0: as long as needed
-    extra_origins: str = ""                       # further addresses where pages may go, by commas; * for all
-    recycle: int = 200                            # a new browser after as many episodes
-    browser_ws: str = ""                          # remote Playwright servers, ws://…, by commas; "": local
-    memory: float = 2000.0                        # MB that the processes of one browser may take
-    max_batch: int = 64                           # requests answered by one forward pass
-    cpu_threads: int = 1                          # torch's, where models run on the CPU beside browsers
-    coordinates: str = "image"                    # the actor's: pixels of image or page, 0-1 or 0-1000
-    dialect: str = "scalecua"                     # the actor's form of an action; or uitars, guilibra
-
-    def __post_init__(self):
-        check(self, "threads", "instances", "max_steps", "max_tokens_D", "max_tokens_A", "max_batch",
-              "cpu_threads")
-        if set("@?") & set(self.browser_ws):
-            raise UserError("--browser_ws: no password or token in an address, it would be written down; "
-                            "forward the port (ssh -L) and give ws://127.0.0.1:PORT/")
-
-
-def load_environment(cfg: RolloutConfig) -> Environment:
-    """`make(cfg)` of sites/NAME.py: a new environment needs such a file (or folder) and nothing else."""
-    if not re.fullmatch(r"\w+", cfg.env) or importlib.util.find_spec(f"sites.{cfg.env}") is None:
-        raise UserError(f"--env {cfg.env}: there is no sites/{cfg.env}; there are miniwob and webarena")
-    return importlib.import_module(f"sites.{cfg.env}").make(cfg)
+def need_names(system) -> None:
+    """UserError for a system that lacks a name which the loop needs."""
+    if lacking := [name for name in SYSTEM if not hasattr(system, name)]:
+        raise UserError(f"the system {system.__file__} lacks {', '.join(lacking)}: define it there, or import "
+                        f"it from grpo_hier")
 
 
 # --------------------------------------------------------------------------------------------------- episodes
@@ -215,55 +142,37 @@ def request_seed(*parts) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
-class Agent:
-    """The two roles as an episode sees them: prompts in, a Future of a sample out, through `ask(Request)`."""
-
-    def __init__(self, prompts, cfg: RolloutConfig, ask):
-        self.prompts, self.cfg, self.ask = prompts, cfg, ask
-        self.read, self.space = dialects.reader(cfg.dialect), dialects.space(cfg.coordinates)
-
-    def plan(self, instruction: str, png: bytes, k: int, seed: int) -> Future:
-        """Eq. 1: d ~ π_D(· | x, o_0)."""
-        c, (system, user) = self.cfg, self.prompts.decomposer(instruction)
-        return self.ask(Request("decomposer", system, user, png, seed, c.temperature_D, c.max_tokens_D))
-
-    def act(self, instruction: str, png: bytes, history: list[str], plan: str, seed: int, steps=()) -> Future:
-        """Eq. 2: a_t ~ π_A(· | x, o_t, h_t, d)."""
-        c, (system, user) = self.cfg, self.prompts.actor(instruction, history, plan)
-        sampling = seed, c.temperature_A, c.max_tokens_A
-        return self.ask(Request("actor", system, user, png, *sampling, earlier=list(steps)))
+def step_seeds(seed: int, t: int) -> Iterator[int]:
+    """The seeds of what is asked in step t of an episode, one after the other."""
+    yield request_seed(seed, t)
+    for n in itertools.count(1):
+        yield request_seed(seed, t, n)
 
 
-def read_plan(k: int, sample) -> Plan:
-    """A sampled plan as the actor will read it; a malformed one as it is, clipped (PAPER-GAP 10)."""
-    subtasks = parse_plan(sample.text)
-    text = format_plan(subtasks) if subtasks else sample.text.strip()[:1000]
-    return Plan(k, text, subtasks, not subtasks, sample)
-
-
-def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
+def run_episode(session: Session, agent: Agent, episode: Episode, pool: "Pool") -> None:
     """One complete episode τ_ij, from the start page to its terminal reward; fills in `episode`."""
-    cfg, history, unparsable = agent.cfg, [], 0
-    episode.steps, episode.status = [], "max_steps"
-    instruction = session.open(episode.group.task)
+    cfg, unparsable = pool.cfg, 0
+    space = dialects.space(cfg.coordinates)
+    episode.steps = []
+    episode.status = "max_steps"
+    agent.begin(session.open(episode.group.task), episode.plan)
     session.settle()
     png = session.screenshot()
     for t in range(cfg.max_steps):
-        asked = agent.act(instruction, png, history, episode.plan.text, request_seed(episode.seed, t),
-                          episode.steps)
-        sample = session.answer(asked)
-        action = agent.read(sample.text)
-        step = Step(png, sample, error=action.error)
+        ask = Ask(pool, session, step_seeds(episode.seed, t))
+        sample, action = agent.act(png, ask)
+        acted = next(i for i, s in enumerate(ask.samples) if s is sample)
+        step = Step(png, ask.samples, acted, error=action.error)
         episode.steps.append(step)
         if not action.error:
             page = session.env.width, session.env.height
-            seen = agent.space(sample.image_size, page)
+            seen = space(sample.image_size, page)
             step.calls = tuple(actions.rescale(c, seen, page) for c in action.calls)
             carry_out(session, step, cfg)
         png = session.screenshot()                # by now the browser has said what it has to say
         step.line = history_line(action, step.error, session.notes)
         session.notes.clear()
-        history.append(step.line)
+        agent.after(step, ask)
         unparsable = unparsable + 1 if action.error else 0
         if unparsable == 3:
             episode.status = "unparsable"
@@ -273,8 +182,15 @@ def run_episode(session: Session, agent: Agent, episode: Episode) -> None:
             break
     episode.final_png = png
     episode.answer = actions.answer([c for s in episode.steps for c in s.calls])
+    take_verdict(session, episode)
+
+
+def take_verdict(session: Session, episode: Episode) -> None:
+    """The environment's reward. ConnectionError where there is none."""
     verdict = session.asked(lambda session: session.env.judge(episode.group.task, session, episode.answer))
-    episode.reward, episode.reason, episode.rewards = verdict.reward, verdict.reason, verdict.rewards
+    episode.reward = verdict.reward
+    episode.reason = verdict.reason
+    episode.rewards = verdict.rewards
     if verdict.reward is None:
         raise ConnectionError(f"no verdict: {verdict.reason}")
     if verdict.reward == 1:
@@ -301,16 +217,24 @@ def history_line(action, error: str, notes: list[str]) -> str:
 
 # --------------------------------------------------------------------------------------------------- the pool
 class Pool(contextlib.AbstractContextManager):
-    """Browsers that run episodes; `run` answers their requests with the given models until all are done."""
+    """Browsers that run episodes; `run` answers their requests with the given models until all are done.
 
-    def __init__(self, env: Environment, prompts, cfg: RolloutConfig):
-        self.env, self.cfg, self.watchdog = env, cfg, Watchdog(cfg.memory)
+    `agent()` makes a fresh agent; `roles` are those that it may ask.
+    """
+
+    def __init__(self, env: Environment, cfg: RolloutConfig, agent: Callable[[], Agent], roles: list[Role]):
+        self.env = env
+        self.cfg = cfg
+        self.agent = agent
+        self.roles = {role.name: role for role in roles}
+        self.watchdog = Watchdog(cfg.memory)
         self.inbox = queue.SimpleQueue()          # (Request, Future), finished Episodes, exceptions
         self.jobs = queue.PriorityQueue()         # (urgency, number, job): open tasks go before further ones
-        self.numbers, self.closing = itertools.count(), threading.Event()
-        self.waiting, self.live = set(), set()    # Futures without an answer; Episodes under way
+        self.numbers = itertools.count()
+        self.closing = threading.Event()
+        self.waiting: set[Future] = set()         # those without an answer
+        self.live: set[int] = set()               # ids of the Episodes under way
         self.spent = Counter(generation=0.0)      # seconds in models that answer here, and their batches
-        self.agent = Agent(prompts, cfg, self._ask)
         servers = itertools.cycle([ws.strip() for ws in cfg.browser_ws.split(",")])
         self.sessions = [Session(env, cfg, self.watchdog, next(servers)) for _ in range(cfg.threads)]
         self.threads = [threading.Thread(target=self._work, args=(session,), daemon=True, name=f"browser-{i}")
@@ -318,19 +242,18 @@ class Pool(contextlib.AbstractContextManager):
         for t in self.threads:
             t.start()
 
-    def run(self, tasks: list[Task], K: int, M: int, seed, models: dict, use_plan=True, runs=(0,), bar=""):
+    def run(self, tasks: list[Task], K: int, M: int, seed, models: dict, runs=(0,), bar=""):
         """K plans for every task, M episodes for every plan; yields the Group of each task and run.
 
         `models` maps a role to a function from a list of Requests to the list of their Samples, or to an
         object whose `submit(Request)` returns a Future of one; that one's ConnectionErrors are data, as the
-        web's are. Requests' seeds come from (seed, task, run, k, m, step) alone. Without `use_plan` there is
-        one empty plan and no decomposer. `bar` names the progress bar; "" for none.
+        web's are. Requests' seeds come from (seed, task, run, k, m, step) alone. `bar` names the progress bar;
+        "" for none.
         """
         self.models = models
-        K = K if use_plan else 1
         groups = [Group(task, run) for task in tasks for run in runs]
         for group in groups:
-            job = partial(self._open, group=group, K=K, M=M, seed=seed, use_plan=use_plan)
+            job = partial(self._open, group=group, K=K, M=M, seed=seed)
             self.jobs.put((1, next(self.numbers), job))
         left = {id(g): K * M for g in groups}
         with Progress(len(groups) * K * M, bar, self.live) as progress:
@@ -348,7 +271,8 @@ class Pool(contextlib.AbstractContextManager):
     def _answer(self, asked: list[tuple], answer) -> None:
         """One forward pass for up to max_batch requests at a time."""
         for i in range(0, len(asked), self.cfg.max_batch):
-            part, start = asked[i:i + self.cfg.max_batch], time.monotonic()
+            part = asked[i:i + self.cfg.max_batch]
+            start = time.monotonic()
             samples = answer([request for request, _ in part])
             self.spent["generation"] += time.monotonic() - start
             self.spent["batches"] += 1
@@ -369,8 +293,10 @@ class Pool(contextlib.AbstractContextManager):
             raise error
         return got
 
-    def _ask(self, request: Request) -> Future:
-        future, model = Future(), self.models[request.role]
+    def submit(self, request: Request) -> Future:
+        """The answer to come of the request's role: a Future of its Sample."""
+        future: Future = Future()
+        model = self.models[request.role]
         self.waiting.add(future)
         if self.closing.is_set():                 # nobody will answer any more
             future.cancel()
@@ -389,17 +315,17 @@ class Pool(contextlib.AbstractContextManager):
         else:
             future.set_result(answered.result())
 
-    def _open(self, session: Session, group: Group, K: int, M: int, seed, use_plan: bool) -> None:
+    def _open(self, session: Session, group: Group, K: int, M: int, seed) -> None:
         """First look at a task: x and o_0, then its K plans (Eq. 1), then its K·M episodes, each a job."""
         def look():
             group.instruction = session.open(group.task)
             session.settle()
             group.png = session.screenshot()
-            if use_plan:
-                ask = partial(self.agent.plan, group.instruction, group.png)
-                asked = [ask(k, request_seed(*key, k)) for k in range(K)]
-                group.plans = [read_plan(k, session.answer(f)) for k, f in enumerate(asked)]
-        key, start = (seed, group.task.id, group.task.seed, group.run), time.monotonic()
+            ask = Ask(self, session, (request_seed(*key, k) for k in itertools.count()))
+            group.plans = self.agent().plans(group.instruction, group.png, ask, K)
+            assert len(group.plans) == K, f"the agent wrote {len(group.plans)} plans, not {K}"
+        key = (seed, group.task.id, group.task.seed, group.run)
+        start = time.monotonic()
         group.plans = [Plan(k) for k in range(K)]
         kinds, error, _ = self._attempt(session, look)
         told = {"error": error, "fault": kinds[-1] if error else "", "secrets": session.secrets,
@@ -416,12 +342,15 @@ class Pool(contextlib.AbstractContextManager):
     def _episode(self, session: Session, episode: Episode) -> None:
         start = time.monotonic()
         self.live.add(id(episode))
-        work = partial(run_episode, session, self.agent, episode)
+        work = partial(run_episode, session, self.agent(), episode, self)
         kinds, episode.error, episode.details = self._attempt(session, work)
         self.live.discard(id(episode))
-        episode.seconds, episode.secrets = time.monotonic() - start, session.secrets
+        episode.seconds = time.monotonic() - start
+        episode.secrets = session.secrets
         if episode.error:
-            episode.status, episode.reward, episode.fault = "infra", None, kinds.pop()
+            episode.status = "infra"
+            episode.reward = None
+            episode.fault = kinds.pop()
             if episode.fault != "verdict":        # no profile counts what an earlier attempt was given
                 episode.rewards = {}
         episode.retried += kinds
@@ -487,7 +416,11 @@ class Progress(tqdm):
 
     def __init__(self, total: int, name: str, live: set):
         super().__init__(total=total, desc=name, unit="episode", disable=not name, leave=False)
-        self.live, self.success, self.infra, self.steps, self.begun = live, 0, 0, 0, time.monotonic()
+        self.live = live
+        self.success = 0
+        self.infra = 0
+        self.steps = 0
+        self.begun = time.monotonic()
 
     def count(self, episode: Episode) -> None:
         self.success += episode.status == "success"

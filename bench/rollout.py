@@ -37,10 +37,15 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from rollout import Pool, RolloutConfig
+from functools import partial
+
+import grpo_hier
+from model.roles import Role
+from rollout import Pool
 from runtime import launch
 from sites.miniwob import MiniWob, html_root
 from web.chromium import CHROMIUM_ARGS, chromium
+from web.environment import RolloutConfig
 
 CLICKS = {  # page: places of which no click ends the episode
     "use-spinner": [(146, 72), (146, 81), (60, 160)],
@@ -94,7 +99,7 @@ def answer(requests):
 def run_pool(pool: Pool, tasks: list, M: int, turn: int) -> float:
     """Steps per second of one turn."""
     start = time.monotonic()
-    groups = list(pool.run(tasks, 1, M, turn, {"actor": answer}, use_plan=False))
+    groups = list(pool.run(tasks, 1, M, turn, {"actor": answer}))
     found = [e for g in groups for row in g.episodes for e in row]
     assert all(e.status == "max_steps" for e in found), [e.error for e in found if e.status != "max_steps"][
         :1
@@ -264,7 +269,8 @@ def main(cfg: Config) -> None:
     for _, done in floors.values():  # all browsers are up
         for _ in range(cfg.threads):
             done.get()
-    with Pool(Scripted(env), Prompts(), settings) as pool:
+    agent = partial(grpo_hier.Agent, settings, Prompts())
+    with Pool(Scripted(env), settings, agent, [Role("actor")]) as pool:
         if cfg.browsergym:
             try:
                 workers = start_gym(cfg, env)

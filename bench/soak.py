@@ -28,11 +28,12 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from hostile import SCENARIOS, Hostile, Prompts, act, left_behind, outcome
+from hostile import SCENARIOS, Hostile, act, left_behind, outcome, scripted
 
-from records.episode_log import fault_counts
-from rollout import Pool, RolloutConfig
+from records.training_log import fault_counts
+from rollout import Pool
 from runtime import launch
+from web.environment import RolloutConfig
 
 
 @dataclass
@@ -90,9 +91,9 @@ def main(cfg: Config) -> None:
     found, faults, wrong, hung, first = 0, Counter(), [], 0, 0.0
     longest = (1 + settings.retries) * (deadline + 15)  # s; an episode, or the first look at its task
     start = time.monotonic()
-    with Pool(site, Prompts(), settings) as pool:
+    with scripted(site, settings) as pool:
         tasks = [site.task(name, i) for i, name in enumerate(todo)]
-        groups = pool.run(tasks, 1, 1, cfg.seed, {"actor": act}, use_plan=False, bar="soak")
+        groups = pool.run(tasks, 1, 1, cfg.seed, {"actor": act}, bar="soak")
         for group in while_they_come(pool, groups, 2 * longest):
             (episode,) = group.episodes[0]
             found += 1

@@ -25,8 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import runtime
-from rollout import RolloutConfig
 from sites.miniwob import MiniWob
+from web.environment import RolloutConfig
 from web.session import Session
 
 # Share of the demonstrations of a page that follow its wrong plan (where it differs from the right one).

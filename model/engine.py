@@ -1,7 +1,7 @@
 """Who generates in stage 3: this process with the trainer's own weights, or vLLM servers.
 
 An engine has `models` (what rollout.Pool.run needs for each role), `sync(version)` (generate with the present
-weights from here on; returns what to log), `seconds()` (spent on generation so far) and `close()`.
+weights from here on; returns what to log), `clock()` (seconds of generation so far) and `close()`.
 
 A role's servers are started like this, one per GPU, each on the role's stage-2 checkpoint:
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_SERVER_DEV_MODE=1 vllm serve CHECKPOINT --enable-lora
@@ -27,6 +27,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -36,6 +37,8 @@ from PIL import Image
 
 from model.inputs import Sample, plain
 from model.policy import Policy
+from model.remote import Remote
+from model.roles import Role
 from runtime import UserError, World, gather_objects
 
 PATIENCE = 300.0                                  # s, how long a request waits for some server
@@ -45,26 +48,31 @@ RETRY = 2.0                                       # s between two tries to reach
 KEEP = 2                                          # adapters on disk: a server may read one late
 
 
-def load_engine(cfg, policies: dict[str, Policy], run: Path, world: World):
-    """The engine that `--engine` names."""
+def load_engine(cfg, roles: list[Role], networks: dict, run: Path, world: World):
+    """The engine that `--engine` names, for the roles that generate; those on servers of their own beside it."""
+    policies = {role.name: networks[role.name] for role in roles if role.kind == "policy"}
+    fixed = {role.name: Remote(role.name, role.model, role.urls, concurrency=cfg.threads)
+             for role in roles if role.kind == "server"}
     if cfg.engine == "local":
-        return Local(policies, bool(cfg.pipeline))
-    directory, clock = Path(cfg.adapters_dir or run / "adapters").absolute(), Clock()
-    return Fleet({role: Vllm(policies[role], urls, directory, cfg, world, clock)
-                  for role, urls in addresses(cfg, policies).items()}, clock)
+        return Local(policies, fixed, bool(cfg.pipeline))
+    directory = Path(cfg.adapters_dir or run / "adapters").absolute()
+    clock = Clock()
+    fleet = {name: Vllm(policies[name], urls, directory, cfg, world, clock)
+             for name, urls in addresses(cfg, roles).items()}
+    return Fleet(fleet, fixed, {role.name: role.mark for role in roles}, clock)
 
 
-def addresses(cfg, roles) -> dict[str, list[str]]:
-    """The servers of each role where `--engine vllm`. Raises UserError for a role without one, and for an
-    address with a password: config.json and error texts would show it."""
+def addresses(cfg, roles: list[Role]) -> dict[str, list[str]]:
+    """The servers of each policy where `--engine vllm`. Raises UserError for one without, and for an address
+    with a password: config.json and error texts would show it."""
     out = {}
-    for role in roles if cfg.engine == "vllm" else ():
-        out[role] = [u.strip().rstrip("/") for u in getattr(cfg, f"{role}_url").split(",") if u.strip()]
-        if not out[role]:
-            raise UserError(f"--engine vllm needs --{role}_url: the {role}'s servers, by commas, as "
+    for role in (role for role in roles if cfg.engine == "vllm" and role.kind == "policy"):
+        out[role.name] = [u.strip().rstrip("/") for u in role.urls.split(",") if u.strip()]
+        if not out[role.name]:
+            raise UserError(f"--engine vllm needs --{role.name}_url: the {role.name}'s servers, by commas, as "
                             f"http://HOST:8000/v1")
-        if any("@" in urlsplit(url).netloc for url in out[role]):
-            raise UserError(f"--{role}_url: no user or password in an address, it would be written down; "
+        if any("@" in urlsplit(url).netloc for url in out[role.name]):
+            raise UserError(f"--{role.name}_url: no user or password in an address, it would be written down; "
                             f"set VLLM_API_KEY instead")
     return out
 
@@ -72,10 +80,10 @@ def addresses(cfg, roles) -> dict[str, list[str]]:
 class Local:
     """This process. Generating ahead of the update needs a copy of the adapters, which `sync` renews."""
 
-    def __init__(self, policies: dict[str, Policy], ahead: bool):
+    def __init__(self, policies: dict[str, Policy], fixed: dict, ahead: bool):
         self.policies = policies
         self.samplers = {role: p.twin() for role, p in policies.items()} if ahead else policies
-        self.models = {role: sampler.sample for role, sampler in self.samplers.items()}
+        self.models = {role: sampler.sample for role, sampler in self.samplers.items()} | fixed
 
     def sync(self, version: int) -> dict:
         for role, sampler in self.samplers.items():
@@ -83,8 +91,8 @@ class Local:
                 sampler.copy_adapter(self.policies[role])
         return {}
 
-    def seconds(self) -> float:
-        return 0.0                                # the pool counts what it calls itself
+    def clock(self) -> Counter:
+        return Counter()                          # the pool counts what it calls itself
 
     def close(self) -> None:
         """Nothing is open."""
@@ -107,20 +115,24 @@ class Clock:
 
 
 class Fleet:
-    """The servers of all roles."""
+    """The servers of all roles; `marks`: role -> its letter in log keys."""
 
-    def __init__(self, models: "dict[str, Vllm]", clock: Clock):
-        self.models, self.clock = models, clock
+    def __init__(self, servers: "dict[str, Vllm]", fixed: dict, marks: dict[str, str], busy: Clock):
+        self.servers = servers
+        self.models = servers | fixed
+        self.marks = marks
+        self.busy = busy
 
     def sync(self, version: int) -> dict:
-        return {f"{k}_{'A' if role == 'actor' else 'D'}": v
-                for role, servers in self.models.items() for k, v in servers.push(version).items()}
+        return {f"{key}_{self.marks[role]}": value for role, servers in self.servers.items()
+                for key, value in servers.push(version).items()}
 
-    def seconds(self) -> float:
-        return self.clock.spent
+    def clock(self) -> Counter:
+        """Seconds in which some server wrote."""
+        return Counter(generation=self.busy.spent)
 
     def close(self) -> None:
-        for servers in self.models.values():
+        for servers in self.servers.values():
             servers.close()
 
 

@@ -27,6 +27,7 @@ class Sample:
     logp: list[float] = field(default_factory=list)
     text: str = ""
     truncated: bool = False                       # cut at max_new_tokens (PAPER-GAP 17)
+    role: str = ""                                # who wrote it
     # role -> the image as that role's frozen tower encodes it
     seen: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
 

@@ -148,7 +148,7 @@ class Policy(Adapted):
         seen = {} if features is None else {self.role: features}
         text = self.inputs.tokenizer.decode(response_ids, skip_special_tokens=True)
         cut = response_ids[-1] not in self.inputs.stop_ids
-        return Sample(prompt_ids, q.png, image_size, response_ids, logp, text, cut, seen)
+        return Sample(prompt_ids, q.png, image_size, response_ids, logp, text, cut, self.role, seen)
 
     def logp(self, samples: list[Sample], T: float, reference=False) -> list[torch.Tensor]:
         """One (|response|,) float32 tensor of log π per sample, with gradient to the adapter; `reference` =

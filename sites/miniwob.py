@@ -25,8 +25,8 @@ import re
 import threading
 from pathlib import Path
 
-from rollout import Environment, Task, Verdict
 from runtime import UserError
+from web.environment import Environment, Task, Verdict
 
 SPLITS = {"demonstrations": 1_000_000, "train": 2_000_000, "eval": 3_000_000}  # first seed of each
 SEEDS_PER_SPLIT = 1_000_000
@@ -123,7 +123,7 @@ class MiniWob(Environment):
 
 
 def make(cfg) -> MiniWob:
-    """The environment of a stage's config (fields tasks, instances and scale of rollout.RolloutConfig)."""
+    """The environment of a stage's config (fields tasks, instances and scale of web.environment.RolloutConfig)."""
     return MiniWob(cfg.tasks, cfg.instances, cfg.scale)
 
 

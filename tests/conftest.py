@@ -1,8 +1,10 @@
 """What several tests share: the random Qwen2.5-VL of the mathematics, built once per session in a second;
 where a page has its elements."""
 
+import dataclasses
 import io
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,8 +73,8 @@ def policy(make_policy):
 @pytest.fixture(scope="session")
 def tabs():
     """Centres of click-tab's tabs, in page pixels: their number -> (x, y)."""
-    from rollout import RolloutConfig
     from sites.miniwob import MiniWob
+    from web.environment import RolloutConfig
     from web.session import Session
     environment = MiniWob("click-tab", instances=1)
     session = Session(environment, RolloutConfig())
@@ -96,3 +98,27 @@ def request(seed: int, user="Where is the cart?", temperature=0.8, max_new_token
     """What Policy.sample needs to know of one prompt."""
     return SimpleNamespace(system="Do the next step.", user=user, png=image or png(seed), seed=seed,
                            temperature=temperature, max_new_tokens=max_new_tokens)
+
+
+def draw(policy, n: int, seed=0) -> list:
+    """Samples of different lengths."""
+    return policy.sample([request(seed + i, "word " * (i % 3), max_new_tokens=3 + i % 4) for i in range(n)])
+
+
+def small_config(**settings):
+    """Stage 3's settings at the size of these tests."""
+    import grpo_hier
+    small = {"K": 2, "M": 3, "max_steps": 3, "max_tokens_A": 8, "max_tokens_D": 12, "temperature_A": 0.8,
+             "temperature_D": 0.7, "micro_batch": 3, "max_norm": 1e9}
+    return dataclasses.replace(grpo_hier.Config(), **small | settings)
+
+
+def learn(policy, optimizer, rows, B: int, cfg, world=None) -> dict:
+    """An update of the policy's role with the paper's objective, as `train` makes it."""
+    import grpo_hier
+    from model.update import update
+    from runtime import World
+    role = next(role for role in grpo_hier.roles(cfg) if role.name == policy.role)
+    rows = [row for row in rows if grpo_hier.teaches(row, cfg)]
+    objective = partial(grpo_hier.loss, role.name, B=B, cfg=cfg)
+    return update(role, policy, optimizer, rows, objective, cfg, world or World())

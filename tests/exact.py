@@ -15,15 +15,13 @@ from grpo_hier import (
     advantage_A,
     advantage_D,
     clipped,
-    kl,
     loss_A,
     loss_D,
     loss_joint,
-    pad,
     plan_return,
     ratio,
-    role_loss,
 )
+from model.update import Micro, Row, pad
 
 
 class Rollouts:
@@ -46,11 +44,11 @@ class Rollouts:
         rows = range(len(self.logp)) if rows is None else rows
         take = lambda ragged: torch.nn.functional.pad(pad([ragged[i] for i in rows])[0], (0, extra))
         mask_NT = torch.nn.functional.pad(pad([self.logp[i] for i in rows])[1], (0, extra))
-        adv_N, T_N = (torch.tensor([x[self.episode[i]] for i in rows], dtype=torch.float64)
-                      for x in (self.adv, self.T))
-        term_NT = clipped(ratio(take(self.logp), take(self.old)), adv_N, cfg.eps)
-        term_NT = term_NT - cfg.beta * kl(take(self.logp), take(self.ref))
-        return role_loss(role, term_NT, mask_NT, T_N, self.B, cfg)
+        episodes = [self.episode[i] for i in rows]
+        adv_N = torch.tensor([self.adv[e] for e in episodes], dtype=torch.float64)
+        m = Micro([Row(None, self.adv[e], self.T[e]) for e in episodes], take(self.logp), take(self.old),
+                  take(self.ref), mask_NT=mask_NT, adv_NT=adv_N[:, None].expand_as(mask_NT))
+        return grpo_hier.loss(role, m, self.B, cfg)[0]
 
     def oracle(self, cfg, weight):
         """-Σ weight · (ℓ - β KL) over all tokens as a loop, and its derivative for every token."""
@@ -112,7 +110,8 @@ class Toy:
         """Σ_batches p · loss; p goes in with the advantage, since ℓ(r, p·A) = p·ℓ(r, A)."""
         adv_N = (adv * self.p.view(-1, *[1] * (adv.dim() - 1))).reshape(-1)
         logp_NT = logp.reshape(-1, logp.shape[-1])
-        term_NT = clipped(ratio(logp_NT, logp_NT.detach()), adv_N, 0.2)
+        adv_NT = adv_N[:, None].expand_as(logp_NT)
+        term_NT = clipped(ratio(logp_NT, logp_NT.detach()), adv_NT, 0.2)
         return loss_role(term_NT, torch.ones_like(term_NT), 1, self.K, *sizes, 1)
 
 
@@ -129,13 +128,14 @@ class TrlCase:
         self.episode = [e for e, T in enumerate(self.T) for _ in range(T)]
 
     def ours(self, equation):
-        adv_N, T_N = (torch.tensor([float(x[e]) for e in self.episode]) for x in (self.adv, self.T))
+        adv_N = torch.tensor([float(self.adv[e]) for e in self.episode])
         (logp_NT, mask_NT), (old_NT, _) = pad(self.logp), pad(self.old)
         K = len(self.logp) if "10" in equation else 2          # for Eqs. 10 and 10' every action plays a plan
         cfg = grpo_hier.Config(K=K, M=2, max_steps=4, max_tokens_A=8, max_tokens_D=24,
                                norm="drgrpo" if "'" in equation else "printed")
-        term_NT = clipped(ratio(logp_NT, old_NT), adv_N, 0.2)
-        return role_loss("decomposer" if "10" in equation else "actor", term_NT, mask_NT, T_N, 1, cfg)
+        m = Micro([Row(None, self.adv[e], self.T[e]) for e in self.episode], logp_NT, old_NT, mask_NT=mask_NT,
+                  adv_NT=adv_N[:, None].expand_as(mask_NT))
+        return grpo_hier.loss("decomposer" if "10" in equation else "actor", m, 1, cfg)[0]
 
     def trl(self, equation):
         """7': dr_grpo on whole episodes. 7: mean over episodes of grpo on actions. 10', 10: single rows."""

@@ -17,13 +17,17 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import psutil
 
-from rollout import Environment, Task, Verdict
+import grpo_hier
+import rollout
+from model.roles import Role
 from web.chromium import below
+from web.environment import Environment, Task, Verdict
 
 CLICK = "click(x=60, y=60)"
 END = "terminate(status='success')"
@@ -361,6 +365,12 @@ class Prompts:
 
     def actor(self, instruction, history, plan):
         return "", json.dumps([instruction, len(history)])
+
+
+def scripted(env, cfg, prompts=None, roles=("actor",)):
+    """A pool of the paper's agent whose models are scripts, with a decomposer only where `roles` has one."""
+    agent = partial(grpo_hier.Agent, cfg, prompts or Prompts())
+    return rollout.Pool(env, cfg, agent, [Role(name, temperature=0.8) for name in roles])
 
 
 def act(requests):

@@ -235,8 +235,8 @@ model/backbone.py: positions run on from the response before
 +
 
 model/policy.py: sampled end left out
-- return Sample(prompt_ids, q.png, image_size, response_ids, logp, text, cut, seen)
-+ return Sample(prompt_ids, q.png, image_size, response_ids[:-1], logp[:-1], text, cut, seen)
+- return Sample(prompt_ids, q.png, image_size, response_ids, logp, text, cut, self.role, seen)
++ return Sample(prompt_ids, q.png, image_size, response_ids[:-1], logp[:-1], text, cut, self.role, seen)
 
 model/inputs.py: only one end is known
 - sorted({self.end_id, self.pad_id})

@@ -142,7 +142,7 @@ def test_right_plans_without_slips_succeed_and_wrong_plans_fail(tmp_path, monkey
 
 
 def test_a_habit_has_its_share_of_any_stretch(monkeypatch):
-    from rollout import Task
+    from web.environment import Task
     monkeypatch.setitem(demonstrate.HABITS, "click-tab", 0.62)
     tasks = [Task(id="", site="", seed=s, data={"page": "click-tab"}) for s in range(7, 107)]
     wrong = [demonstrate.follows_habit(task, 0) for task in tasks]

@@ -18,6 +18,7 @@ from exact import Rollouts, Toy, TrlCase
 
 import grpo_hier
 from grpo_hier import (
+    Agent,
     advantage_A,
     advantage_D,
     clipped,
@@ -32,8 +33,10 @@ from grpo_hier import (
 )
 from model.inputs import Sample
 from model.policy import token_logp
-from rollout import Agent, Episode, Group, Plan, RolloutConfig, Step, Task
+from records.episode import Episode, Group, Plan, Step
+from rollout import Ask
 from sft import loss_sft
+from web.environment import Task
 
 NONE = torch.tensor([], dtype=torch.long)
 
@@ -57,37 +60,50 @@ def config(**settings):
 
 
 # -------------------------------------------------------------------------- Eqs. 1, 2: what is conditioned on
-class Asked:
-    """Stands for the models: keeps the requests."""
-    def __init__(self):
+class Models:
+    """Stands for the pool, whose models answer at once: keeps the requests."""
+    def __init__(self, cfg):
         self.requests = []
+        self.roles = {role.name: role for role in grpo_hier.roles(cfg)}
 
-    def __call__(self, request):
+    def submit(self, request):
         self.requests.append(request)
-        return SimpleNamespace(result=lambda: "sample")
+        return SimpleNamespace(text=f"answer {len(self.requests)}", role="")
 
 
-def agent(asked):
+def asked_of(**settings):
+    """An agent, what it may ask with seeds 10, 11, ..., and the requests that come of it."""
+    cfg = config(max_tokens_D=5, max_tokens_A=7, temperature_D=0.6, temperature_A=0.9, **settings)
     prompts = SimpleNamespace(decomposer=lambda x: ("D", x),
                               actor=lambda x, h, d: ("A", f"{x}|{';'.join(h)}|{d}"))
-    cfg = RolloutConfig(max_tokens_D=5, max_tokens_A=7, temperature_D=0.6, temperature_A=0.9)
-    return Agent(prompts, cfg, asked)
+    models = Models(cfg)
+    browser = SimpleNamespace(answer=lambda sample: sample)
+    return Agent(cfg, prompts), Ask(models, browser, itertools.count(10)), models.requests
 
 
 def test_eq_1_the_plan_depends_on_task_and_first_screenshot_alone():
-    asked = Asked()
-    agent(asked).plan("x", b"o_0", k=2, seed=11)
-    q = asked.requests[0]
-    assert (q.role, q.system, q.user, q.png, q.seed, q.temperature, q.max_new_tokens) == (
-        "decomposer", "D", "x", b"o_0", 11, 0.6, 5)
+    agent, ask, requests = asked_of()
+    plans = agent.plans("x", b"o_0", ask, K=2)
+    assert [(q.role, q.system, q.user, q.png, q.seed, q.temperature, q.max_new_tokens) for q in requests] == [
+        ("decomposer", "D", "x", b"o_0", seed, 0.6, 5) for seed in (10, 11)]
+    assert [(plan.k, plan.text, plan.malformed) for plan in plans] == [(0, "answer 1", True), (1, "answer 2", True)]
+
+
+def test_eq_1_without_a_decomposer_there_are_empty_plans_and_no_question():
+    agent, ask, requests = asked_of(use_plan=False)
+    assert [plan.text for plan in agent.plans("x", b"o_0", ask, K=2)] == ["", ""] and not requests
 
 
 def test_eq_2_the_action_depends_on_task_screenshot_history_and_plan():
-    asked = Asked()
-    agent(asked).act("x", b"o_t", ["a_0", "a_1"], "1. g", seed=12)
-    q = asked.requests[0]
+    agent, ask, requests = asked_of()
+    agent.begin("x", Plan(0, "1. g"))
+    for line in ("a_0", "a_1"):
+        agent.after(Step(b"", line=line), ask)
+    sample, _ = agent.act(b"o_t", ask)
+    q = requests[0]
     assert (q.role, q.system, q.user, q.png, q.seed, q.temperature, q.max_new_tokens) == (
-        "actor", "A", "x|a_0;a_1|1. g", b"o_t", 12, 0.9, 7)
+        "actor", "A", "x|a_0;a_1|1. g", b"o_t", 10, 0.9, 7)
+    assert sample.text == "answer 1" and ask.samples == [sample] and sample.role == "actor"
 
 
 # --------------------------------------------------------------------------------------------- Eqs. 3, 4: SFT
@@ -202,14 +218,15 @@ def test_eq_6_gradient_is_ratio_times_score():
     (1.5, 0.0, 0.0, 0.0), (0.5, 0.0, 0.0, 0.0)])
 def test_clip_by_hand(r, A, value, slope):
     r_NT = t([[r]]).requires_grad_()
-    out = clipped(r_NT, t([A]), 0.2)
+    out = clipped(r_NT, t([[A]]).expand_as(r_NT), 0.2)
     out.sum().backward()
     close(out.detach(), [[value]])
     assert r_NT.grad.item() == slope                                  # exactly
 
 
-def test_clip_gives_every_sample_its_own_advantage():
-    close(clipped(t([[1.0, 1.0], [1.0, 1.0]]), t([3.0, -1.0]), 0.2), [[3, 3], [-1, -1]])
+def test_clip_gives_every_token_its_own_advantage():
+    close(clipped(t([[1.0, 1.0], [1.0, 1.0]]), t([[3.0, 3.0], [-1.0, -1.0]]), 0.2), [[3, 3], [-1, -1]])
+    close(clipped(t([[1.0, 1.5], [1.0, 0.5]]), t([[3.0, 2.0], [-1.0, 0.5]]), 0.2), [[3, 2.4], [-1, 0.25]])
 
 
 # --------------------------------------------------------------------------------------------- D_KL, β's term
@@ -402,7 +419,7 @@ def groups(rewards, steps):
         group = Group(Task(f"task{b}", "site"))
         group.plans = [Plan(k, sample=sample(f"plan {b}{k}")) for k in range(len(plans))]
         group.episodes = [[Episode(group, plan, m, seed=0, reward=r,
-                                   steps=[Step(b"", sample(f"action {b}{plan.k}{m}{s}")) for s in range(n)])
+                                   steps=[Step(b"", [sample(f"action {b}{plan.k}{m}{s}")]) for s in range(n)])
                            for m, (r, n) in enumerate(zip(*row))]
                           for plan, row in zip(group.plans, zip(plans, lengths))]
         out.append(group)
@@ -412,15 +429,16 @@ def groups(rewards, steps):
 def test_eq_5_eq_9_reach_the_samples_they_belong_to():
     """One advantage per episode, whatever its steps; the actor's for actions, the decomposer's for plans."""
     g = groups([[[1, 0], [0, 0]], [[1, None], [1, 0]]], [[[3, 1], [1, 2]], [[1, 1], [2, 1]]])
-    *_, adv_A, adv_D = grpo_hier.credit(g, config(K=2, M=2))
-    data = grpo_hier.batches(g, adv_A, adv_D)
-    A, D = data["actor"], data["decomposer"]
-    got = {s.text.split()[1]: (a, T) for s, a, T in zip(A.samples, A.adv, A.T, strict=True)}
+    rows = grpo_hier.credit(g, config(K=2, M=2, beta=0.1)).rows           # a KL term keeps those of advantage 0
+    got = {row.sample.text.split()[1]: (row.adv, row.T) for row in rows["actor"]}
     assert got == {"0000": (0.5, 3), "0001": (0.5, 3), "0002": (0.5, 3), "0010": (-0.5, 1),
                    "0100": (0, 1), "0110": (0, 2), "0111": (0, 2),
                    "1000": (0, 1), "1100": (0.5, 2), "1101": (0.5, 2), "1110": (-0.5, 1)}  # not the lost one
-    assert [(s.text, a, T) for s, a, T in zip(D.samples, D.adv, D.T, strict=True)] == [
+    assert len(rows["actor"]) == len(got)
+    assert [(row.sample.text, row.adv, row.T) for row in rows["decomposer"]] == [
         ("plan 00", 0.25, 1), ("plan 01", -0.25, 1), ("plan 10", 0.25, 1), ("plan 11", -0.25, 1)]
+    without = grpo_hier.credit(g, config(K=2, M=2)).rows["actor"]
+    assert [row.sample.text for row in without] == [row.sample.text for row in rows["actor"] if row.adv]
 
 
 def test_equations_change_none_of_their_inputs():
@@ -428,7 +446,7 @@ def test_equations_change_none_of_their_inputs():
     R, S, lp, old, mask = draw(2, 3, 4), draw(2, 3), -draw(3, 5), -2 * draw(3, 5), (draw(3, 5) > 0.3).double()
     for function, *args in (
             (advantage_A, R, R > 0.2, True), (advantage_D, S, S > 0.2, True), (plan_return, R, R > 0.2),
-            (ratio, lp, old), (clipped, lp.exp(), old[:, 0], 0.2), (kl, lp, old), (loss_sft, lp[0], 5),
+            (ratio, lp, old), (clipped, lp.exp(), old, 0.2), (kl, lp, old), (loss_sft, lp[0], 5),
             (loss_A, lp, mask, 1, 3, 4, 5), (loss_A_printed, lp, mask, t([1, 2, 3]), 1, 3, 4),
             (loss_D, lp, mask, 1, 3, 5), (loss_D_printed, lp, mask, 1, 3)):
         before = copy.deepcopy(args)

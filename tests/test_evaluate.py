@@ -23,9 +23,9 @@ from demo.teacher import request_text
 from language.prompts import load_prompts
 from model.inputs import Sample
 from records.results import read_episodes
-from rollout import Task, Verdict
 from runtime import UserError
 from sites.miniwob import MiniWob
+from web.environment import Task, Verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 

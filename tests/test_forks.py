@@ -16,7 +16,8 @@ FORKS = re.findall(r"### ([^\n]+)\n(?:(?!###|```).)*```diff\n(.*?)```", README, 
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
 GROUPS = """
 import torch, grpo_hier as g
-from rollout import Episode, Group, Plan, Step, Task
+from records.episode import Episode, Group, Plan, Step
+from web.environment import Task
 from language.prompts import Subtask
 def episode(group, plan, m, reward, line):
     return Episode(group, plan, m, 0, [Step(b"", None, line)], "failure", reward)

@@ -15,8 +15,12 @@ import pytest
 from conftest import png
 
 import grpo_hier
-from rollout import Episode, Group, Plan, Request, Step, Task, request_seed
+import rollout
+from model.roles import Request
+from records.episode import Episode, Group, Plan, Step
+from rollout import request_seed
 from runtime import UserError, World
+from web.environment import Task
 
 KEYS = ("reward_mean", "S_std", "zero_adv_A", "zero_adv_D", "steps_mean", "trained_A",
         "trained_D", "loss_A", "loss_D", "loss", "clip_A", "clip_D",
@@ -47,7 +51,7 @@ class ScriptedPool(nullcontext):
     each plan's episodes, the first `lost` fail."""
     lost = 0
 
-    def __init__(self, env, prompts, cfg):
+    def __init__(self, env, cfg, agent, roles):
         super().__init__(self)
         self.cfg = cfg
 
@@ -56,7 +60,7 @@ class ScriptedPool(nullcontext):
         requests = [Request(role, "Do it.", user, image, seed, 0.8, limit) for seed in seeds]
         return models[role](requests)
 
-    def run(self, tasks, K, M, seed, models, use_plan=True, runs=(0,), bar=""):
+    def run(self, tasks, K, M, seed, models, runs=(0,), bar=""):
         for task in tasks:
             group, key = Group(task, png=png(task.seed)), (seed, task.id)
             seeds = [request_seed(*key, k) for k in range(K)]
@@ -70,7 +74,7 @@ class ScriptedPool(nullcontext):
                     drawn = self.ask(models, "actor", f"{task.id} {plan.k} {t}", image,
                                      [request_seed(e.seed, t) for e in live]) if live else []
                     for episode, sample in zip(live, drawn):
-                        episode.steps.append(Step(image, sample))
+                        episode.steps.append(Step(image, [sample]))
                 for e in row:
                     e.reward = float(sum(e.steps[-1].sample.response_ids) % 2)
                     e.status = "success" if e.reward else "failure"
@@ -87,13 +91,13 @@ def log_of(tiny_model, directory, monkeypatch, **settings):
     """Three rollout batches of two tasks through the shipped loop; the logged objects."""
     tasks = [Task(f"task{i}", "site", seed=i) for i in range(6)]
     env = SimpleNamespace(tasks=lambda split: tasks, close=lambda: None)
-    monkeypatch.setattr(grpo_hier, "Pool", ScriptedPool)
+    monkeypatch.setattr(rollout, "Pool", ScriptedPool)
     small = {"actor": str(tiny_model), "decomposer": str(tiny_model), "K": 2, "M": 3, "max_steps": 2,
              "max_tokens_A": 10, "max_tokens_D": 8, "tasks_per_rank": 2, "lr": 1e-3, "lora_r": 4,
              "lora_alpha": 8, "dtype": "float32", "checkpointing": False}
     cfg = dataclasses.replace(grpo_hier.Config(), **small | settings)
     directory.mkdir()
-    grpo_hier.train(cfg, World(), directory, env, tasks)
+    grpo_hier.train(cfg, grpo_hier, World(), directory, env, tasks)
     return [json.loads(line) for line in (directory / "log.jsonl").read_text().splitlines()]
 
 

@@ -11,14 +11,16 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from hostile import CLICK, END, Hostile, Prompts, act, left_behind
+from hostile import CLICK, END, Hostile, Prompts, act, left_behind, scripted
 
 import rollout
 from bench.soak import while_they_come
 from language import actions
-from records.episode_log import EpisodeLog, fault_counts
-from rollout import Pool, Progress, RolloutConfig, Verdict, history_line, read_plan, request_seed
+from records.episode_log import EpisodeLog
+from records.training_log import fault_counts
+from rollout import Progress, history_line, read_plan, request_seed
 from sites.miniwob import MiniWob
+from web.environment import RolloutConfig, Verdict
 
 SETTINGS = {
     "threads": 2,
@@ -50,8 +52,9 @@ def says(*texts):
 
 def play(env, tasks, models, K=1, M=1, use_plan=False, seed=0, **settings):
     """All groups, sorted by task."""
-    with Pool(env, Prompts(), RolloutConfig(**SETTINGS | settings)) as pool:
-        groups = list(pool.run(tasks, K, M, seed, models, use_plan))
+    roles = ("actor", "decomposer") if use_plan else ("actor",)
+    with scripted(env, RolloutConfig(**SETTINGS | settings), roles=roles) as pool:
+        groups = list(pool.run(tasks, K if use_plan else 1, M, seed, models))
     assert not left_behind()
     return sorted(groups, key=lambda g: g.task.id)
 
@@ -116,7 +119,8 @@ def test_the_same_episodes_with_one_thread_and_with_four():
     models = {"decomposer": by_chance, "actor": by_chance}
     results = []
     for threads, order in ((1, 1), (4, -1)):
-        with Pool(env, Scribes(), RolloutConfig(**SETTINGS | {"threads": threads})) as pool:
+        with scripted(env, RolloutConfig(**SETTINGS | {"threads": threads}), Scribes(),
+                      ("actor", "decomposer")) as pool:
             tasks = env.tasks("train")[::order]
             results.append(told(sorted(pool.run(tasks, 2, 2, (5, 0), models), key=lambda g: g.task.id)))
     env.close()
@@ -280,7 +284,7 @@ def test_a_model_on_a_server_answers_and_its_outages_are_data(site):
 
 def test_a_pool_that_is_closed_does_not_wait_for_a_server_and_says_so(site):
     silent = SimpleNamespace(submit=lambda request: Future())
-    pool = Pool(site, Prompts(), RolloutConfig(**SETTINGS))
+    pool = scripted(site, RolloutConfig(**SETTINGS))
     run = pool.run([site.task("ok")], 1, 1, 0, {"actor": silent}, False)
     waiter = threading.Timer(4.0, pool.close)
     waiter.start()
@@ -299,7 +303,7 @@ def test_what_has_lost_its_parent_is_still_ours(site):
 
 def test_the_soak_gives_up_an_endless_wait(site):
     silent = SimpleNamespace(submit=lambda request: Future())
-    with Pool(site, Prompts(), RolloutConfig(**SETTINGS)) as pool:
+    with scripted(site, RolloutConfig(**SETTINGS)) as pool:
         groups = pool.run([site.task("ok")], 1, 1, 0, {"actor": silent}, False)
         assert list(while_they_come(pool, groups, 3.0)) == []
 
@@ -322,7 +326,7 @@ def test_a_deadline_also_cuts_an_episode_that_is_stuck_in_its_page(site):
 
 
 def test_close_takes_no_longer_than_15_seconds_whatever_the_pages_do(site):
-    pool = Pool(site, Prompts(), RolloutConfig(**SETTINGS | {"call_timeout": 60.0, "threads": 3}))
+    pool = scripted(site, RolloutConfig(**SETTINGS | {"call_timeout": 60.0, "threads": 3}))
     busy = pool.run(
         [site.task("busy"), site.task("busy-later"), site.task("no-answer")], 1, 1, 0, {"actor": act}, False
     )

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from bookkeeping import PHASES
+
 from runtime import UserError
 from web.chromium import Chromium, Watchdog, chromium, web_errors
 

@@ -33,7 +33,6 @@ from urllib.parse import urlsplit
 
 from language.prompts import load_prompts
 from model.llm import Client, LLMError
-from rollout import Environment, Task, Verdict
 from runtime import UserError
 from sites.webarena.replicas import (
     ACCOUNTS,
@@ -63,6 +62,7 @@ from sites.webarena.tasks import (
     task_problems,
     to_placeholders,
 )
+from web.environment import Environment, Task, Verdict
 
 READ = """() => { try { const v = (%s); return {value: typeof v === 'function' ? v() : v}; }
                 catch (e) { return {error: String(e)}; } }"""
@@ -354,7 +354,7 @@ class Judge:
 
 
 def make(cfg) -> WebArena:
-    """The environment of a stage's Config (rollout.RolloutConfig); without a judge_model there is no judge.
+    """The environment of a stage's Config (web.environment.RolloutConfig); without a judge_model there is no judge.
     """
     judge = Judge(lambda: Client(cfg.judge_model, cfg.judge_base_url, cfg.judge_api, retries=4,
                                  cache_dir=cfg.judge_cache), load_prompts(cfg.prompts))

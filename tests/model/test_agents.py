@@ -20,7 +20,8 @@ from language.prompts import TEXTS, load_prompts
 from model import remote
 from model.llm import Client
 from model.remote import PlannerGrounder, PlannerPrompts, Remote, description
-from rollout import Request, Step
+from model.roles import Request
+from records.episode import Step
 from runtime import UserError
 
 

@@ -15,8 +15,9 @@ from vllm_stub import VllmStub
 import grpo_hier
 from model import engine
 from model.engine import Clock, Fleet, Local, Vllm, load_engine
-from rollout import Request, RolloutConfig
+from model.roles import Request
 from runtime import UserError, World
+from web.environment import RolloutConfig
 
 CFG = dataclasses.replace(grpo_hier.Config(), engine="vllm", probe_limit=1e-3)
 

@@ -8,7 +8,7 @@ import torch
 from conftest import png, request
 from safetensors.torch import load_file, save_file
 
-from model import backbone, policy
+from model import backbone
 from model.backbone import forward_hidden, load_model
 from model.inputs import Sample
 from model.policy import GumbelSampler, Policy, policy_logits, token_logp

@@ -7,9 +7,9 @@ import urllib.request
 import pytest
 from PIL import Image
 
-from rollout import RolloutConfig
 from runtime import UserError
 from sites.miniwob import SEEDS_PER_SPLIT, SPLITS, MiniWob, check_page, html_root, make
+from web.environment import RolloutConfig
 from web.session import Session
 
 PAGES = "choose-date-easy,grid-coordinate,use-spinner,click-tab"

@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+from hostile import scripted
 
 import rollout
 from language.prompts import load_prompts
@@ -16,6 +17,7 @@ from sites.webarena.environment import WebArena
 from sites.webarena.replicas import ACCOUNTS
 from sites.webarena.rules import PROFILES, Unknown
 from tests.site import CodeHost, Forum, Map, Shop, html_target, local_sites, task, written
+from web.environment import RolloutConfig
 
 
 def judge(kind, question, reference, answer):
@@ -40,10 +42,10 @@ def play(env, tasks, scripts, threads=1, retries=2, call_timeout=15.0):
     def act(requests):
         return [SimpleNamespace(text=steps[r.seed], image_size=(1280, 720), response_ids=[0])
                 for r in requests]
-    cfg = rollout.RolloutConfig(threads=threads, retries=retries, coordinates="page", max_steps=6,
+    cfg = RolloutConfig(threads=threads, retries=retries, coordinates="page", max_steps=6,
                                 call_timeout=call_timeout)
-    with rollout.Pool(env, Prompts(), cfg) as pool:
-        groups = list(pool.run(tasks, 1, max(map(len, scripts.values())), 0, {"actor": act}, use_plan=False))
+    with scripted(env, cfg, Prompts()) as pool:
+        groups = list(pool.run(tasks, 1, max(map(len, scripts.values())), 0, {"actor": act}))
     return [e for g in sorted(groups, key=lambda g: tasks.index(g.task)) for row in g.episodes for e in row]
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import rollout
 from runtime import UserError
 from sites.webarena import environment
 from sites.webarena.environment import WebArena
 from sites.webarena.replicas import load_sites
 from sites.webarena.tasks import FILES, apply_patch, bind, derive_train, read_tasks, to_placeholders
 from tests.site import Forum, Map, html_target, local_sites, task, written
+from web import environment as web_environment
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -168,7 +168,7 @@ def test_a_site_that_is_null_leaves_its_tasks_out_and_a_judge_must_be_named(tmp_
 
 
 @dataclass(frozen=True)
-class Stage(rollout.RolloutConfig):
+class Stage(web_environment.RolloutConfig):
     """What a stage adds to the pool's settings."""
     judge_model: str = "a-judge"
     profile: str = "vab"
@@ -179,9 +179,9 @@ def test_make_reads_a_stages_config_and_asks_for_a_key_only_where_a_judge_is_nee
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     judged = task(9, "y", "string_match", "__REDDIT__", ["reddit"], reference_answers={"fuzzy_match": ["a"]})
     sites = written(tmp_path / "sites.json", {"reddit": "http://127.0.0.1:1"})
-    env = rollout.load_environment(Stage(tasks=written(tmp_path / "plain.json", [GOOD]), sites=sites))
+    env = web_environment.load_environment(Stage(tasks=written(tmp_path / "plain.json", [GOOD]), sites=sites))
     assert len(env.tasks("any")) == 1 and env.profiles == ["vab", "fixed", "webarena"]
-    env = rollout.load_environment(Stage(tasks=written(tmp_path / "judged.json", [judged]), sites=sites))
+    env = web_environment.load_environment(Stage(tasks=written(tmp_path / "judged.json", [judged]), sites=sites))
     with pytest.raises(UserError, match="OPENAI_API_KEY"):
         env.tasks("any")
 

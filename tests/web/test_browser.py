@@ -13,15 +13,15 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from hostile import CLICK, SCENARIOS, Hostile, Prompts, act, outcome
+from hostile import CLICK, SCENARIOS, Hostile, act, outcome, scripted
 from PIL import Image
 from playwright.sync_api import Error
 
 from language import actions
-from rollout import Pool, RolloutConfig
 from runtime import UserError
 from web import effects
 from web.chromium import FAULTS, SITE, Chromium, Watchdog
+from web.environment import RolloutConfig
 from web.session import Session, redact
 
 SETTINGS = {
@@ -57,9 +57,9 @@ def outcomes(site):
     But two at most, and with a warning: more is no accident."""
 
     def run(names, threads):
-        with Pool(site, Prompts(), RolloutConfig(threads=threads, **SETTINGS)) as pool:
+        with scripted(site, RolloutConfig(threads=threads, **SETTINGS)) as pool:
             tasks = [site.task(name, seed=threads) for name in names]
-            groups = list(pool.run(tasks, 1, 1, 0, {"actor": act}, use_plan=False))
+            groups = list(pool.run(tasks, 1, 1, 0, {"actor": act}))
         return {group.task.site: outcome(group.episodes[0][0]) for group in groups}
 
     first = run(SCENARIOS, 4)
@@ -119,9 +119,9 @@ QUICK += " canvas renderer-killed browser-killed driver-killed renderer-killed-i
 def test_where_only_the_document_is_watched_faults_are_the_same_and_a_page_that_hangs_costs_its_browser(
         site, monkeypatch):
     monkeypatch.setattr(site, "quick", True)
-    with Pool(site, Prompts(), RolloutConfig(threads=4, **SETTINGS)) as pool:
+    with scripted(site, RolloutConfig(threads=4, **SETTINGS)) as pool:
         tasks = [site.task(name, seed=99) for name in ["dead-link", *QUICK.split()]]
-        groups = list(pool.run(tasks, 1, 1, 0, {"actor": act}, use_plan=False))
+        groups = list(pool.run(tasks, 1, 1, 0, {"actor": act}))
     found = {group.task.site: group.episodes[0][0] for group in groups}
     hung = found.pop("dead-link")
     assert (hung.status, hung.fault, hung.retried) == ("infra", "hung", ["hung"])
@@ -448,13 +448,13 @@ def test_a_browser_is_replaced_after_so_many_tasks(site):
 
 KILLED = """
 import sys; sys.path[:0] = {path!r}
-from hostile import Hostile, Prompts, act
-from rollout import Pool, RolloutConfig
+from hostile import Hostile, act, scripted
+from web.environment import RolloutConfig
 env = Hostile()
-pool = Pool(env, Prompts(), RolloutConfig(threads=2, coordinates="page", **{settings!r}))
+pool = scripted(env, RolloutConfig(threads=2, coordinates="page", **{settings!r}))
 print("ready", flush=True)
 list(pool.run([env.task("ok"), env.task("busy")] + [env.task("ok", i) for i in range(1, 300)], 1, 1, 0,
-              dict(actor=act), use_plan=False))
+              dict(actor=act)))
 """
 
 
