@@ -285,7 +285,7 @@ def test_a_model_on_a_server_answers_and_its_outages_are_data(site):
 def test_a_pool_that_is_closed_does_not_wait_for_a_server_and_says_so(site):
     silent = SimpleNamespace(submit=lambda request: Future())
     pool = scripted(site, RolloutConfig(**SETTINGS))
-    run = pool.run([site.task("ok")], 1, 1, 0, {"actor": silent}, False)
+    run = pool.run([site.task("ok")], 1, 1, 0, {"actor": silent})
     waiter = threading.Timer(4.0, pool.close)
     waiter.start()
     with pytest.raises(RuntimeError, match="closed"):
@@ -304,7 +304,7 @@ def test_what_has_lost_its_parent_is_still_ours(site):
 def test_the_soak_gives_up_an_endless_wait(site):
     silent = SimpleNamespace(submit=lambda request: Future())
     with scripted(site, RolloutConfig(**SETTINGS)) as pool:
-        groups = pool.run([site.task("ok")], 1, 1, 0, {"actor": silent}, False)
+        groups = pool.run([site.task("ok")], 1, 1, 0, {"actor": silent})
         assert list(while_they_come(pool, groups, 3.0)) == []
 
 
@@ -328,7 +328,7 @@ def test_a_deadline_also_cuts_an_episode_that_is_stuck_in_its_page(site):
 def test_close_takes_no_longer_than_15_seconds_whatever_the_pages_do(site):
     pool = scripted(site, RolloutConfig(**SETTINGS | {"call_timeout": 60.0, "threads": 3}))
     busy = pool.run(
-        [site.task("busy"), site.task("busy-later"), site.task("no-answer")], 1, 1, 0, {"actor": act}, False
+        [site.task("busy"), site.task("busy-later"), site.task("no-answer")], 1, 1, 0, {"actor": act}
     )
 
     def wait():
@@ -378,7 +378,7 @@ def test_the_log_has_every_field_and_no_secret(site, tmp_path, monkeypatch):
     monkeypatch.setattr(site, "open", open_and_log_in)
     (group,) = play(site, [site.task("ok")], {"actor": says("write(message='pass-word-1')", CLICK)}, M=2)
     log = EpisodeLog(tmp_path)
-    log.append([group], 3, lambda g, k, m: {"S_i": 0.5, "adv_A": float(m), "adv_D": 0.0})
+    log.append([group], 3, [{"S_i": 0.5, "adv_A": float(m), "adv_D": 0.0} for m in range(2)])
     text = (tmp_path / "episodes.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert "pass-word-1" not in text and "write(message='***')" in lines[0]["steps"][0]["text"]

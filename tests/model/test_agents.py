@@ -78,7 +78,7 @@ def test_the_size_that_the_model_sees(limits, size):
 
 
 def test_earlier_steps_are_turns_of_their_own_and_no_more_than_asked_for():
-    steps = [Step(png(color=c), SimpleNamespace(text=f"answer {c}")) for c in ("red", "lime", "blue")]
+    steps = [Step(png(color=c), [SimpleNamespace(text=f"answer {c}")]) for c in ("red", "lime", "blue")]
     with serving(lambda *_: "x") as server:
         for earlier in (0, 2, 9):
             Remote("actor", "m", server.url, earlier=earlier).answer(request(earlier=steps))
@@ -180,7 +180,7 @@ def test_a_planner_that_cannot_be_read_and_a_grounder_that_finds_nothing():
 
 def test_the_planner_sees_its_own_earlier_words():
     both, asked = pair(["```python\n# first\nclick()\n```"], ["(1, 2)"])
-    step = Step(png(color="red"), both.answer(request()))
+    step = Step(png(color="red"), [both.answer(request())])
     with serving(lambda *_: "x") as server:
         Remote("planner", "m", server.url, earlier=3).answer(request(earlier=[step]))
     assert parts(server.requests[0][1])[2] == ["assistant", "```python\n# first\nclick()\n```"]

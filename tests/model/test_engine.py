@@ -15,7 +15,7 @@ from vllm_stub import VllmStub
 import grpo_hier
 from model import engine
 from model.engine import Clock, Fleet, Local, Vllm, load_engine
-from model.roles import Request
+from model.roles import Request, Role
 from runtime import UserError, World
 from web.environment import RolloutConfig
 
@@ -206,7 +206,8 @@ def test_a_server_on_another_base_is_found_by_the_probe(servers, stubs, monkeypa
     ("http://token@h:8000/v1", "--actor_url: no user or password")])
 def test_servers_that_are_not_named_or_carry_a_secret_are_one_line(url, message, make_policy, tmp_path):
     with pytest.raises(UserError, match=message) as error:
-        load_engine(dataclasses.replace(CFG, actor_url=url), {"actor": make_policy()}, tmp_path, World())
+        roles = [Role("actor", urls=url)]
+        load_engine(CFG, roles, {"actor": make_policy()}, tmp_path, World())
     assert "secret" not in str(error.value) and "token" not in str(error.value)
 
 
@@ -214,7 +215,7 @@ def test_generation_of_both_roles_at_a_time_counts_once(stubs, make_policy, tmp_
     clock = Clock()
     pair = {role: Vllm(make_policy(moved=3), [stub.url], tmp_path / role, CFG, World(), clock)
             for role, stub in zip(("actor", "decomposer"), stubs)}
-    fleet = Fleet(pair, clock)
+    fleet = Fleet(pair, {}, {"actor": "A", "decomposer": "D"}, clock)
     fleet.sync(0)
     for stub in stubs:
         stub.running.clear()
@@ -224,13 +225,13 @@ def test_generation_of_both_roles_at_a_time_counts_once(stubs, make_policy, tmp_
     for stub in stubs:
         stub.running.set()
     assert all(f.result(30) for f in futures)
-    assert 0.4 < fleet.seconds() <= time.monotonic() - start
+    assert 0.4 < fleet.clock()["generation"] <= time.monotonic() - start
     fleet.close()
 
 
 def test_a_local_engine_that_draws_ahead_has_the_weights_of_its_last_sync(make_policy):
     policy = make_policy()
-    ahead, now = Local({"actor": policy}, True), Local({"actor": policy}, False)
+    ahead, now = Local({"actor": policy}, {}, True), Local({"actor": policy}, {}, False)
     draw = lambda engine: engine.models["actor"]([ask(1)])[0].logp
     before = draw(now)
     assert draw(ahead) == before
