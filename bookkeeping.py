@@ -6,6 +6,7 @@ add up to the rollout; `generation` (a model writes; for servers: some request i
 `sync` (adapters to where they generate, waits for other ranks) are the trainer's.
 """
 
+import pickle
 import time
 from collections import Counter
 from pathlib import Path
@@ -66,6 +67,16 @@ def rollout_phases(before: Counter, after: Counter, threads: int, seconds: float
             "rollout": seconds, "batches": d["batches"]}
 
 
+def times(phases: dict, told: dict, watch: Stopwatch, world) -> dict:
+    """Wall clock of a rollout batch and its phases, means over the ranks."""
+    phases |= {"sync": told.pop("seconds_sync") + watch.spent["sync"], "update": watch.spent["update"],
+               "seconds": sum(watch.spent.values())}
+    mean = {k: round(v / world.size, 3) for k, v in total(gather_objects(phases, world)).items()}
+    return {"seconds": mean["seconds"], "seconds_rollout": mean["rollout"],
+            "seconds_update": mean["update"], "generations": mean["batches"],
+            "phases": {k: mean[k] for k in PHASES}}
+
+
 def phase_table(log: Path) -> str:
     """Seconds of a run by phase, and their share of the wall clock of its rollout batches."""
     lines = [line for line in read_jsonl(log) if "phases" in line]
@@ -101,7 +112,11 @@ def load_checkpoint(directory: Path, policies: dict, optimizers: dict, world: Wo
         return 0
     for role, policy in policies.items():
         policy.load(newest / role)
-        if role in optimizers:
-            optimizers[role].load_state_dict(torch.load(newest / role / "optimizer.pt", weights_only=True))
-    torch.set_rng_state(torch.load(newest / "rng.pt", weights_only=True))
+    try:
+        for role, optimizer in optimizers.items():
+            optimizer.load_state_dict(torch.load(newest / role / "optimizer.pt", weights_only=True))
+        torch.set_rng_state(torch.load(newest / "rng.pt", weights_only=True))
+    except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as e:
+        raise UserError(f"{newest} cannot be gone on from ({str(e)[:200]}): remove it, then the run goes on "
+                        f"from the checkpoint before, if there is one") from e
     return int(newest.name)

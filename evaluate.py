@@ -29,20 +29,21 @@ from pathlib import Path
 import torch
 
 from agents import PlannerGrounder, PlannerPrompts, Remote
+from checkpoints import find_adapters, with_models
 from episode_log import EpisodeLog
 from policy import Policy, need_model
 from prompts import Prompts, load_prompts
 from results import counts, mean_and_se, scores_by_task
 from rollout import Pool, RolloutConfig, load_environment
-from runtime import (DTYPES, UserError, check, code_version, latest_checkpoint, launch, only_process,
-                     open_run, read_jsonl, rewrite_jsonl, write_atomic)
+from runtime import (DTYPES, UserError, check, code_version, launch, open_run, read_jsonl, rewrite_jsonl,
+                     write_atomic)
 
 
 @dataclass(frozen=True)
 class Config(RolloutConfig):
     run_dir: str = "runs/eval"           # result directory; the same one again goes on where it stopped
-    actor: str = ""                      # checkpoint directory of the actor
-    decomposer: str = ""                 # checkpoint directory of the decomposer
+    actor: str = ""                      # the actor's checkpoint directory, or its stage-2 run
+    decomposer: str = ""                 # the decomposer's checkpoint directory, or its stage-2 run
     adapters: str = ""                   # stage 3's run: its newest checkpoint, or one; "" for none (w/o RL)
     actor_model: str = ""                # the actor's name on a server, instead of --actor
     actor_url: str = ""                  # the actor's server, ".../v1"; "": OpenAI's; key: $ACTOR_API_KEY
@@ -130,15 +131,11 @@ def load_model(cfg: Config, role: str):
     return policy.sample
 
 
-def with_newest_adapters(cfg: Config) -> Config:
-    """The run directory in `adapters` becomes its newest checkpoint: what is written down is what was tested,
-    and a call that goes on where another stopped cannot go on with a newer one."""
-    newest = latest_checkpoint(Path(cfg.adapters) / "checkpoints") if cfg.adapters else None
-    for role in roles_of(cfg) if cfg.adapters else ():
-        if not (getattr(cfg, f"{role}_model") or Path(newest or cfg.adapters, role).is_dir()):
-            raise UserError(f"--adapters {cfg.adapters}: no checkpoint of the {role} there; give the run "
-                            f"directory of grpo_hier.py (of one without a plan, with --use_plan false)")
-    return dataclasses.replace(cfg, adapters=str(newest or cfg.adapters))
+def with_checkpoints(cfg: Config) -> Config:
+    """Run directories become their newest checkpoints, so that what is written down is what was tested."""
+    local = [role for role in roles_of(cfg) if not getattr(cfg, f"{role}_model")]
+    cfg = with_models(cfg, *(role for role in local if role in ("actor", "decomposer")))
+    return dataclasses.replace(cfg, adapters=find_adapters(cfg.adapters, local)) if cfg.adapters else cfg
 
 
 def describe_system(cfg: Config) -> str:
@@ -197,7 +194,7 @@ def show(result: dict) -> None:
 # ------------------------------------------------------------------------------------------------------ main
 def dry_run(cfg: Config) -> None:
     """What an evaluation would run, and what of it is done."""
-    cfg = with_newest_adapters(cfg)
+    cfg = with_checkpoints(cfg)
     need(cfg)
     env = load_environment(cfg)
     tasks, file = env.tasks(cfg.split), Path(cfg.run_dir, "episodes.jsonl")
@@ -210,13 +207,12 @@ def dry_run(cfg: Config) -> None:
 
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.cpu_threads)
-    cfg = with_newest_adapters(cfg)
+    cfg = with_checkpoints(cfg)
     need(cfg)                                             # what is missing is said before anything is written
     env = load_environment(cfg)
     tasks = env.tasks(cfg.split)
-    run = open_run(cfg.run_dir, cfg, free=FREE)
-    episodes = run / "episodes.jsonl"
-    with only_process(episodes):
+    with open_run(cfg.run_dir, cfg, free=FREE) as run:
+        episodes = run / "episodes.jsonl"
         texts = load_prompts(cfg.prompts, cfg.think, cfg.literal)
         models = load_models(cfg, texts)
         if "planner" in roles_of(cfg):

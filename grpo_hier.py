@@ -32,8 +32,9 @@ from pathlib import Path
 
 import torch
 
-from bookkeeping import (PHASES, Stopwatch, load_checkpoint, phase_table, rollout_phases, save_checkpoint,
-                         statistics, total)
+from bookkeeping import (Stopwatch, load_checkpoint, phase_table, rollout_phases, save_checkpoint,
+                         statistics, times, total)
+from checkpoints import with_models
 from engine import addresses, load_engine
 from episode_log import EpisodeLog
 from policy import Policy, Sample, need_model, parameter_count
@@ -49,8 +50,8 @@ from runtime import (DTYPES, UserError, all_reduce_flat_, append_jsonl, check, g
 @dataclass(frozen=True)
 class Config(RolloutConfig):
     run_dir: str = "runs/grpo"           # run directory; the same one again goes on where it stopped
-    actor: str = ""                      # stage-2 checkpoint directory of the actor (frozen base)
-    decomposer: str = ""                 # stage-2 checkpoint directory of the decomposer (frozen base)
+    actor: str = ""                      # the actor's stage-2 checkpoint (frozen base), or its stage-2 run
+    decomposer: str = ""                 # the decomposer's, likewise
     K: int = 3                           # plans per task, sec. 4.3
     M: int = 7                           # episodes per plan, sec. 4.3
     use_plan: bool = True                # false: no decomposer, plain multi-turn GRPO with K = 1 (table 2)
@@ -353,18 +354,17 @@ def log_line(s: dict, updates: dict) -> dict:
 # ------------------------------------------------------------------------------------------------------- main
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.cpu_threads)
-    roles_of(cfg), load_prompts(cfg.prompts)              # what is missing is said before anything is written
+    cfg = with_checkpoints(cfg)                           # what is missing is said before anything is written
     env = load_environment(cfg)
     tasks = env.tasks(cfg.split)
-    with process_group() as world:
-        run = open_run(cfg.run_dir, cfg, world, free=FREE)
+    with process_group() as world, open_run(cfg.run_dir, cfg, world, free=FREE) as run:
         train(cfg, world, run, env, tasks)
     env.close()
 
 
 def dry_run(cfg: Config) -> None:
     """What a run would do, and the most it can take."""
-    (roles, trained), env, _ = roles_of(cfg), load_environment(cfg), load_prompts(cfg.prompts)
+    cfg, (roles, trained), env = with_checkpoints(cfg), roles_of(cfg), load_environment(cfg)
     with process_group() as world:
         rollouts = schedule(env.tasks(cfg.split), cfg, world.size)
         n, K = sum(map(len, rollouts)), cfg.K if cfg.use_plan else 1
@@ -381,14 +381,22 @@ def dry_run(cfg: Config) -> None:
 
 
 def roles_of(cfg: Config) -> tuple[list[str], list[str]]:
-    """The roles there are, and those that are trained. Raises UserError for one without a checkpoint."""
+    """The roles there are, and those that are trained."""
     roles = ["actor", "decomposer"] if cfg.use_plan else ["actor"]
+    return roles, [r for r in roles if r == "actor" or cfg.train_decomposer]
+
+
+def with_checkpoints(cfg: Config) -> Config:
+    """Each role's stage-2 run becomes its checkpoint. Raises UserError for what models and texts lack."""
+    roles, _ = roles_of(cfg)
     for role in roles:
         if not getattr(cfg, role):
             raise UserError(f"--{role} is missing: give the directory of the {role}'s stage-2 checkpoint")
+        cfg = with_models(cfg, role)
         need_model(getattr(cfg, role))
     addresses(cfg, roles)
-    return roles, [r for r in roles if r == "actor" or cfg.train_decomposer]
+    load_prompts(cfg.prompts)
+    return cfg
 
 
 def build(cfg: Config, world, roles, trained) -> tuple[dict, dict]:
@@ -426,16 +434,6 @@ def drawn_batches(batches: range, draw, sync, cfg: Config):
             yield batch, told, drawn
     finally:
         ahead.shutdown(wait=False)                        # the pool's end ends what is still being drawn
-
-
-def times(phases: dict, told: dict, watch: Stopwatch, world) -> dict:
-    """Wall clock of a rollout batch and its phases, means over the ranks."""
-    phases |= {"sync": told.pop("seconds_sync") + watch.spent["sync"], "update": watch.spent["update"],
-               "seconds": sum(watch.spent.values())}
-    mean = {k: round(v / world.size, 3) for k, v in total(gather_objects(phases, world)).items()}
-    return {"seconds": mean["seconds"], "seconds_rollout": mean["rollout"],
-            "seconds_update": mean["update"], "generations": mean["batches"],
-            "phases": {k: mean[k] for k in PHASES}}
 
 
 def train(cfg: Config, world, run: Path, env, tasks: list) -> None:

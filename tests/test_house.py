@@ -112,8 +112,9 @@ def test_sizes(file):
 
 # ---------------------------------------------------------------------------------------------------- imports
 TOOLS = {"llm", "prompts", "actions"}
-MAY_IMPORT = {"runtime": set(), "actions": set(), "prompts": set(), "policy": {"attention"}, "llm": set(),
-              "attention": set(), "flops": set(),
+MAY_IMPORT = {"runtime": set(), "actions": set(), "prompts": set(), "llm": set(),
+              "policy": {"attention", "checkpoints"}, "attention": set(), "flops": set(),
+              "checkpoints": set(),
               "data": {"trajectories", "actions", "attention", "policy", "prompts"},
               "chromium": set(), "engine": {"policy"}, "bookkeeping": {"rollout", "episode_log"},
               "browser": {"actions", "chromium"}, "trajectories": {"actions"},
@@ -241,6 +242,20 @@ def test_nothing_names_this_machine_or_a_package_registry():
         for i, line in enumerate(file.read_text().splitlines(), 1):
             for rule in (machine, registry, later):
                 assert not rule.search(line), f"{file.relative_to(ROOT)}:{i}: {line.strip()[:100]}"
+
+
+@by_shipped_name
+def test_text_is_utf_8_whatever_the_locale(file):
+    for node in ast.walk(tree(file)):
+        if not isinstance(node, ast.Call):
+            continue
+        where, given = f"{file.name}:{node.lineno}: {called(node)}", {k.arg for k in node.keywords}
+        binary = re.search(r"'[rwax+]*b[rwax+]*'", ast.unparse(node))
+        text = called(node).endswith((".read_text", ".write_text"))
+        if text or called(node) in ("open", "io.open", "os.fdopen") and not binary:
+            assert "encoding" in given, f"{where} without encoding="
+        if called(node).startswith("subprocess."):
+            assert not given & {"text", "universal_newlines"}, f"{where}: say encoding= and not text="
 
 
 @by_shipped_name
