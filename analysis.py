@@ -1,13 +1,14 @@
 """Stage 5: tables, figures, statistics, episode viewer, from result files only (paper 4.6, tables 1-3).
 
-    python analysis.py curve|curves --runs runs/demo          learning curve | everything logged (PNG)
-    python analysis.py compare --a runs/sft --b runs/rl       paired difference B - A (JSON)
-    python analysis.py table1|table2 --runs joint=runs/rl,sft=runs/sft    beside the paper's rows
-    python analysis.py table3 --runs runs/demo/decompositions.jsonl
-    python analysis.py subgoals --runs joint=runs/rl,sft=runs/sft --base_url URL --model NAME   figure 2
-    python analysis.py failures|diagnostics --runs runs/demo  how episodes fail | what the hierarchy does
-    python analysis.py view --runs runs/sft,runs/rl --out page.html      look at every episode
+    python analysis.py curve|curves runs/demo                 learning curve | everything logged (PNG)
+    python analysis.py compare runs/sft runs/rl               paired difference B - A (JSON)
+    python analysis.py table1|table2 joint=runs/rl sft=runs/sft    beside the paper's rows
+    python analysis.py table3 runs/demo/decompositions.jsonl
+    python analysis.py subgoals joint=runs/rl sft=runs/sft --base_url URL --model NAME   figure 2
+    python analysis.py failures|diagnostics runs/demo         how episodes fail | what the hierarchy does
+    python analysis.py view runs/sft runs/rl --out page.html  look at every episode
 
+Runs without an option are those of --runs, or --a and --b of compare.
 Each takes seconds on one CPU; `subgoals` also asks a judge once per episode and keeps the answers in the
 run's subgoals.jsonl, one line each: results.KEY, `done` (a bool per subtask), `judge`, `prompt` (digest).
 A run is a directory with episodes.jsonl; statistics, and what counts as a score: records/results.py.
@@ -88,7 +89,8 @@ def beside(path: Path) -> Path:
 def facts(path: Path) -> dict:
     """The run's config.json and result.json, as one object."""
     files = [beside(path) / name for name in ("config.json", "result.json")]
-    return functools.reduce(dict.__or__, [json.loads(f.read_text()) for f in files if f.is_file()], {})
+    known = [json.loads(f.read_text(encoding="utf-8")) for f in files if f.is_file()]
+    return functools.reduce(dict.__or__, known, {})
 
 
 def output(cfg: Config, stem: str) -> Path:
@@ -496,4 +498,5 @@ def main(cfg: Config) -> None:
 COMMANDS = (curve, curves, compare, demo, table1, table2, table3, subgoals, failures, diagnostics, view)
 
 if __name__ == "__main__":
-    runtime.launch(main, *COMMANDS)
+    runtime.launch(main, *COMMANDS, words={f.__name__: ("runs",) for f in COMMANDS} |
+                   {f.__name__: ("a", "b") for f in (compare, demo)})

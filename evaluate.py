@@ -23,7 +23,6 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +32,7 @@ import torch
 
 from language.prompts import Prompts, load_prompts
 from model.backbone import need_model
+from model.paths import find_adapters, with_models
 from model.policy import Policy
 from model.remote import PlannerGrounder, PlannerPrompts, Remote
 from model.roles import Role
@@ -44,9 +44,7 @@ from runtime import (
     UserError,
     check,
     code_version,
-    latest_checkpoint,
     launch,
-    only_process,
     open_run,
     read_jsonl,
     rewrite_jsonl,
@@ -58,8 +56,8 @@ from web.environment import RolloutConfig, load_environment
 @dataclass(frozen=True)
 class Config(RolloutConfig):
     run_dir: str = "runs/eval"           # result directory; the same one again goes on where it stopped
-    actor: str = ""                      # checkpoint directory of the actor
-    decomposer: str = ""                 # checkpoint directory of the decomposer
+    actor: str = ""                      # the actor's checkpoint directory, or its stage-2 run
+    decomposer: str = ""                 # the decomposer's checkpoint directory, or its stage-2 run
     system: str = "grpo_hier"            # whose agent: the paper's, or that of systems/NAME.py
     adapters: str = ""                   # stage 3's run: its newest checkpoint, or one; "" for none (w/o RL)
     actor_model: str = ""                # the actor's name on a server, instead of --actor
@@ -110,7 +108,8 @@ def planned(cfg: Config) -> bool:
 
 
 def roles_of(cfg: Config) -> list[Role]:
-    """The models that are asked: of another system its own roles, else the paper's, or planner and grounder."""
+    """The models that are asked: of another system its own roles, else the paper's, or planner and
+    grounder."""
     if cfg.system != "grpo_hier":
         return [role for role in load_system(cfg.system).roles(cfg) if role.kind != "critic"]
     if planned(cfg):
@@ -119,11 +118,12 @@ def roles_of(cfg: Config) -> list[Role]:
 
 
 def papers_role(name: str, cfg: Config) -> Role:
-    plan = name == "decomposer"
     model = getattr(cfg, f"{name}_model")
+    temperature, max_tokens = cfg.temperature_A, cfg.max_tokens_A
+    if name == "decomposer":
+        temperature, max_tokens = cfg.temperature_D, cfg.max_tokens_D
     return Role(name, getattr(cfg, name, ""), kind="server" if model else "policy", model=model,
-                urls=getattr(cfg, f"{name}_url"), temperature=cfg.temperature_D if plan else cfg.temperature_A,
-                max_tokens=cfg.max_tokens_D if plan else cfg.max_tokens_A)
+                urls=getattr(cfg, f"{name}_url"), temperature=temperature, max_tokens=max_tokens)
 
 
 def need(cfg: Config) -> None:
@@ -139,7 +139,8 @@ def need(cfg: Config) -> None:
             raise UserError(f"--{role.name}_model is missing: a planner and a grounder go together")
         if not role.checkpoint:
             raise UserError(f"--{role.name} is missing: give the directory of the {role.name}'s stage-2 "
-                            f"checkpoint, or --{role.name}_model and --{role.name}_url for a model on a server")
+                            f"checkpoint, or --{role.name}_model and --{role.name}_url for a model on a "
+                            f"server")
         if role.temperature < 0:
             raise UserError("a temperature below 0 is for models on servers; give 0 or more")
         if cfg.device.startswith("cuda") and not torch.cuda.is_available():
@@ -158,23 +159,21 @@ def load_models(cfg: Config, texts: Prompts) -> dict:
 def load_model(cfg: Config, role: Role):
     """A model on a server where it has a name there, else the policy of a checkpoint directory."""
     if role.kind == "server":
-        return Remote(role.name, role.model, role.urls, cfg.api, cfg.threads,
-                      getattr(cfg, f"{role.name}_earlier", 0), cfg.min_pixels, cfg.max_pixels, cfg.model_timeout)
-    policy = Policy(role.checkpoint, role.name, cfg.lora_r, cfg.lora_alpha, device=cfg.device, dtype=cfg.dtype)
+        earlier = getattr(cfg, f"{role.name}_earlier", 0)
+        return Remote(role.name, role.model, role.urls, cfg.api, cfg.threads, earlier, cfg.min_pixels,
+                      cfg.max_pixels, cfg.model_timeout)
+    policy = Policy(role.checkpoint, role.name, cfg.lora_r, cfg.lora_alpha, device=cfg.device,
+                    dtype=cfg.dtype)
     if cfg.adapters:
         policy.load(Path(cfg.adapters, role.name))
     return policy.sample
 
 
-def with_newest_adapters(cfg: Config) -> Config:
-    """The run directory in `adapters` becomes its newest checkpoint: what is written down is what was tested,
-    and a call that goes on where another stopped cannot go on with a newer one."""
-    newest = latest_checkpoint(Path(cfg.adapters) / "checkpoints") if cfg.adapters else None
-    for role in roles_of(cfg) if cfg.adapters else ():
-        if role.kind == "policy" and not Path(newest or cfg.adapters, role.name).is_dir():
-            raise UserError(f"--adapters {cfg.adapters}: no checkpoint of the {role.name} there; give the run "
-                            f"directory of grpo_hier.py (of one without a plan, with --use_plan false)")
-    return dataclasses.replace(cfg, adapters=str(newest or cfg.adapters))
+def with_checkpoints(cfg: Config) -> Config:
+    """Run directories become their newest checkpoints, so that what is written down is what was tested."""
+    local = [role.name for role in roles_of(cfg) if role.kind == "policy"]
+    cfg = with_models(cfg, *(name for name in local if hasattr(cfg, name)))
+    return dataclasses.replace(cfg, adapters=find_adapters(cfg.adapters, local)) if cfg.adapters else cfg
 
 
 def describe_system(cfg: Config) -> str:
@@ -234,7 +233,7 @@ def show(result: dict) -> None:
 # ------------------------------------------------------------------------------------------------------ main
 def dry_run(cfg: Config) -> None:
     """What an evaluation would run, and what of it is done."""
-    cfg = with_newest_adapters(cfg)
+    cfg = with_checkpoints(cfg)
     need(cfg)
     env = load_environment(cfg)
     tasks, file = env.tasks(cfg.split), Path(cfg.run_dir, "episodes.jsonl")
@@ -246,7 +245,8 @@ def dry_run(cfg: Config) -> None:
 
 
 def config_of(argv: list[str]):
-    """The settings of an evaluation; of another system's, its own as well: those that `roles` and Agent read."""
+    """The settings of an evaluation; of another system's, its own as well: those that `roles` and Agent
+    read."""
     chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     chosen.add_argument("--system", default="grpo_hier")
     name = chosen.parse_known_args(argv)[0].system
@@ -260,13 +260,12 @@ def config_of(argv: list[str]):
 
 def main(cfg: Config) -> None:
     torch.set_num_threads(cfg.cpu_threads)
-    cfg = with_newest_adapters(cfg)
+    cfg = with_checkpoints(cfg)
     need(cfg)                                             # what is missing is said before anything is written
     env = load_environment(cfg)
     tasks = env.tasks(cfg.split)
-    run = open_run(cfg.run_dir, cfg, free=FREE)
-    episodes = run / "episodes.jsonl"
-    with only_process(episodes):
+    with open_run(cfg.run_dir, cfg, free=FREE) as run:
+        episodes = run / "episodes.jsonl"
         texts = load_prompts(cfg.prompts, cfg.think, cfg.literal)
         models = load_models(cfg, texts)
         roles = [role for role in roles_of(cfg) if role.name in models]
@@ -296,4 +295,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    launch(main, dry_run=dry_run, config=config_of(sys.argv[1:]))
+    launch(main, dry_run=dry_run, config=config_of)

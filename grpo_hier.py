@@ -33,6 +33,7 @@ import rollout
 from language.prompts import load_prompts
 from model.backbone import parameter_count
 from model.engine import addresses, load_engine
+from model.paths import with_models
 from model.roles import Role, build, check_roles
 from model.update import Credit, Micro, Row, update
 from records.episode import Episode, Group, Plan, all_episodes
@@ -62,8 +63,8 @@ from web.environment import RolloutConfig, load_environment
 @dataclass(frozen=True)
 class Config(RolloutConfig):
     run_dir: str = "runs/grpo"           # run directory; the same one again goes on where it stopped
-    actor: str = ""                      # stage-2 checkpoint directory of the actor (frozen base)
-    decomposer: str = ""                 # stage-2 checkpoint directory of the decomposer (frozen base)
+    actor: str = ""                      # the actor's stage-2 checkpoint (frozen base), or its stage-2 run
+    decomposer: str = ""                 # the decomposer's, likewise
     K: int = 3                           # plans per task, sec. 4.3
     M: int = 7                           # episodes per plan, sec. 4.3
     temperature_D: float = 0.8           # sampling temperature of the decomposer, sec. 4.3
@@ -265,7 +266,8 @@ def returns(groups: list[Group], K: int, M: int) -> tuple[torch.Tensor, torch.Te
 
 
 def credit(groups: list[Group], cfg: Config, networks: dict | None = None) -> Credit:
-    """Within a plan for the actor (Eq. 5), across plans for the decomposer (Eqs. 8, 9); no network is asked."""
+    """Within a plan for the actor (Eq. 5), across plans for the decomposer (Eqs. 8, 9); no network is
+    asked."""
     R_BKM, valid_BKM = returns(groups, cfg.plans, cfg.M)
     S_BK, valid_BK = plan_return(R_BKM, valid_BKM)
     adv_A_BKM = advantage_A(R_BKM, valid_BKM, cfg.std, cfg.std_eps)
@@ -317,9 +319,10 @@ def loss(role: str, m: Micro, B: int, cfg: Config) -> tuple[torch.Tensor, dict]:
     return loss_D(term_NT, m.mask_NT, B, cfg.plans, cfg.max_tokens_D), told
 
 
-# --------------------------------------------------------------------------------------------- what may differ
+# ---------------------------------------------------------------------------------------- samples and updates
 def draw(batch: int, tasks: list, pool: rollout.Pool, models: dict, cfg: Config, bar: str) -> list[Group]:
-    """Where samples come from: K plans per task, M episodes per plan, in the order of the tasks (Eqs. 1, 2)."""
+    """Where samples come from: K plans per task, M episodes per plan, in the order of the tasks (Eqs. 1,
+    2)."""
     groups = pool.run(tasks, cfg.plans, cfg.M, (cfg.seed, batch), models, bar=bar)
     return sorted(groups, key=lambda group: tasks.index(group.task))
 
@@ -403,27 +406,29 @@ def stop_if_too_many_are_lost(infra: tuple, batch: int, run: Path, cfg: Config) 
 # ------------------------------------------------------------------------------------------------------- main
 def main(cfg: Config, system=sys.modules[__name__]) -> None:
     torch.set_num_threads(cfg.cpu_threads)
-    ready(cfg, system)                                    # what is missing is said before anything is written
+    cfg = ready(cfg, system)                              # what is missing is said before anything is written
     env = load_environment(cfg)
     tasks = env.tasks(cfg.split)
-    with process_group() as world:
-        run = open_run(cfg.run_dir, cfg, world, free=FREE)
+    with process_group() as world, open_run(cfg.run_dir, cfg, world, free=FREE) as run:
         train(cfg, system, world, run, env, tasks)
     env.close()
 
 
-def ready(cfg: Config, system) -> list[Role]:
-    """The system's roles, checked; UserError for what they or the texts lack. Loads no weights."""
-    its_roles = system.roles(cfg)
-    check_roles(its_roles)
-    addresses(cfg, its_roles)
+def ready(cfg: Config, system) -> Config:
+    """Each role's stage-2 run becomes its checkpoint. UserError for what roles or texts lack; loads no
+    weights. """
+    rollout.need_names(system)
+    cfg = with_models(cfg, *(role.name for role in system.roles(cfg) if role.checkpoint))
+    check_roles(system.roles(cfg))
+    addresses(cfg, system.roles(cfg))
     load_prompts(cfg.prompts)
-    return its_roles
+    return cfg
 
 
 def dry_run(cfg: Config, system=sys.modules[__name__]) -> None:
     """What a run would do, and the most it can take."""
-    its_roles = ready(cfg, system)
+    cfg = ready(cfg, system)
+    its_roles = system.roles(cfg)
     env = load_environment(cfg)
     with process_group() as world:
         rollouts = schedule(env.tasks(cfg.split), cfg.epochs, world.size * cfg.tasks_per_rank, cfg.seed)
@@ -432,8 +437,8 @@ def dry_run(cfg: Config, system=sys.modules[__name__]) -> None:
         if world.main:
             print(f"{n} tasks of {cfg.env} {cfg.split} in {len(rollouts)} rollout batches; after each, "
                   f"{cfg.passes} steps of {' and '.join(trained)}\n"
-                  f"{n} tasks x {cfg.plans} plans x {cfg.M} episodes = {n * cfg.plans * cfg.M:,} episodes of at "
-                  f"most {cfg.max_steps} actions of at most {max(r.max_tokens for r in its_roles)} tokens")
+                  f"{n} tasks x {cfg.plans} plans x {cfg.M} episodes = {n * cfg.plans * cfg.M:,} episodes of "
+                  f"at most {cfg.max_steps} actions of at most {max(r.max_tokens for r in its_roles)} tokens")
             for role in (role for role in its_roles if role.checkpoint):
                 size = parameter_count(role.checkpoint) / 1e6
                 print(f"{role.checkpoint}: {size:,.1f} M parameters, frozen, in {cfg.dtype}")
@@ -442,5 +447,11 @@ def dry_run(cfg: Config, system=sys.modules[__name__]) -> None:
     env.close()
 
 
+def launch_system(system) -> None:
+    """Run a system as a program: systems/NAME.py ends with `launch_system(sys.modules[__name__])`."""
+    launch(partial(main, system=system), dry_run=partial(dry_run, system=system),
+           config=lambda argv: system.Config)
+
+
 if __name__ == "__main__":
-    launch(main, dry_run=dry_run)
+    launch_system(sys.modules[__name__])

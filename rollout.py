@@ -39,8 +39,9 @@ from web.session import Session
 
 # ----------------------------------------------------------------------------------------------------- agents
 class Agent:
-    """What the pool needs of an agent: one object writes a task's plans, one more acts in each episode and may
-    remember on itself what it likes. All its methods run in the browser's own thread and may `ask` and wait.
+    """What the pool needs of an agent: one object writes a task's plans, one more acts in each episode and
+    may remember on itself what it likes. All its methods run in the browser's own thread and may `ask` and
+    wait.
 
     This base has no role yet: its plans are empty, and `act` is the system's to write.
     """
@@ -75,9 +76,9 @@ class Agent:
 
 
 class Ask:
-    """`ask(role, system, user, png)` asks a role's model and waits for its Sample; `later` asks without waiting,
-    `wait` takes up its answer. All samples gather in `samples`. Their seeds are those of the place in the run:
-    what else is asked elsewhere changes none."""
+    """`ask(role, system, user, png)` asks a role's model and waits for its Sample; `later` asks without
+    waiting, `wait` takes up its answer. All samples gather in `samples`. Their seeds are those of the place
+    in the run: what else is asked elsewhere changes none."""
 
     def __init__(self, pool: "Pool", session: Session, seeds: Iterator[int]):
         self.pool = pool
@@ -88,11 +89,11 @@ class Ask:
     def __call__(self, role: str, system: str, user: str, png: bytes, earlier: Iterable = ()) -> Sample:
         return self.wait(self.later(role, system, user, png, earlier))
 
-    def later(self, role: str, system: str, user: str, png: bytes, earlier: Iterable = ()) -> tuple[str, Future]:
+    def later(self, role: str, system: str, user: str, png: bytes, earlier: Iterable = ()):
         """`earlier`: the steps that a model on a server may see again."""
         settings = self.pool.roles[role]
-        request = Request(role, system, user, png, next(self.seeds), settings.temperature, settings.max_tokens,
-                          list(earlier))
+        request = Request(role, system, user, png, next(self.seeds), settings.temperature,
+                          settings.max_tokens, list(earlier))
         return role, self.pool.submit(request)
 
     def wait(self, asked: tuple[str, Future]) -> Sample:
@@ -118,8 +119,8 @@ SYSTEM = ("Config", "roles", "Agent", "rewards", "credit", "loss", "draw", "trai
 
 
 def load_system(name: str):
-    """The module of a system: grpo_hier, or systems/NAME.py. UserError for one that is not there, or that lacks
-    a name which the loop needs."""
+    """The module of a system: grpo_hier, or systems/NAME.py. UserError for one that is not there, or that
+    lacks a name which the loop needs."""
     there = sorted(p.stem for p in (ROOT / "systems").glob("*.py") if p.stem != "__init__")
     if name not in ("grpo_hier", *there):
         raise UserError(f"--system {name}: there is no systems/{name}.py; there are "
@@ -132,8 +133,8 @@ def load_system(name: str):
 def need_names(system) -> None:
     """UserError for a system that lacks a name which the loop needs."""
     if lacking := [name for name in SYSTEM if not hasattr(system, name)]:
-        raise UserError(f"the system {system.__file__} lacks {', '.join(lacking)}: define it there, or import "
-                        f"it from grpo_hier")
+        raise UserError(f"the system {system.__file__} lacks {', '.join(lacking)}: define it there, or "
+                        f"import it from grpo_hier")
 
 
 # --------------------------------------------------------------------------------------------------- episodes
@@ -247,9 +248,8 @@ class Pool(contextlib.AbstractContextManager):
 
         `models` maps a role to a function from a list of Requests to the list of their Samples, or to an
         object whose `submit(Request)` returns a Future of one; that one's ConnectionErrors are data, as the
-        web's are. Requests' seeds come from (seed, task, run, k, m, step) alone. `bar` names the progress bar;
-        "" for none.
-        """
+        web's are. Requests' seeds come from (seed, task, run, k, m, step) alone. `bar` names the progress
+        bar; "" for none. """
         self.models = models
         groups = [Group(task, run) for task in tasks for run in runs]
         for group in groups:

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 sft.py --role decomposer --model QWEN --meta M.json --decompositions D.jsonl
     torchrun --nproc_per_node=8 sft.py --role actor --model QWEN --meta M.json --decompositions D.jsonl
     --use_plan false trains the actor without subtasks, which two rows of table 2 start from
-    python sft.py export --run_dir RUN              # RUN/hf_so_far from an unfinished run's newest checkpoint
+    python sft.py export RUN                        # RUN/hf_so_far from an unfinished run's newest checkpoint
 
 In:  GUI records in ScaleCUA's form (records/trajectories.py) and the decompositions.jsonl of stage 1.
 Out: RUN/hf, a plain Hugging Face directory; RUN/log.jsonl (one object per optimizer step) and RUN/eval.jsonl;
@@ -20,7 +20,6 @@ that the actor reads. PAPER-GAP 11: the history holds operation texts, else acti
 """
 
 import contextlib
-import json
 import math
 import resource
 import shutil
@@ -47,6 +46,7 @@ from model import flops
 from model.attention import pieces_to, separate_records
 from model.backbone import forward_hidden, load_model, need_model, parameter_count
 from model.inputs import Inputs
+from model.paths import alone, with_models
 from model.policy import token_logp
 from records import examples, trajectories
 from runtime import (
@@ -62,6 +62,7 @@ from runtime import (
     launch,
     open_run,
     process_group,
+    read_settings,
     rewrite_jsonl,
 )
 
@@ -71,7 +72,7 @@ from runtime import (
 @dataclass(frozen=True)
 class Config:
     role: str                            # decomposer or actor
-    model: str = "Qwen2.5-VL-7B-Instruct"  # checkpoint directory to start from, sec. 3.3
+    model: str = "Qwen2.5-VL-7B-Instruct"  # checkpoint to start from, or a stage-2 run, sec. 3.3
     meta: str = "meta.json"              # ScaleCUA meta file, or several separated by commas
     decompositions: str = "decompositions.jsonl"  # stage 1's output
     run_dir: str = "runs/sft_{role}"     # run directory; the same one again goes on where it stopped
@@ -217,8 +218,9 @@ class Checkpoints:
     """Sharded checkpoints of model and optimizer: copied to the host while the run waits, written to disk
     while it goes on, and there under their number only when they are complete."""
 
-    def __init__(self, directory: Path, module, optimizer, world, keep: int):
+    def __init__(self, directory: Path, module, inputs: Inputs, optimizer, world, keep: int):
         self.directory, self.module, self.optimizer, self.keep = directory, module, optimizer, keep
+        self.inputs = inputs                      # written beside, as in any model directory
         self.world, self.pending, self.step = world, None, 0
         # the writer's collectives run beside those of the training loop, so they need a group of their own
         self.group = torch.distributed.new_group(backend="gloo") if world.size > 1 else None
@@ -233,7 +235,7 @@ class Checkpoints:
         if newest is None:
             return 0
         state = self.state()
-        dcp.load(state, checkpoint_id=newest)
+        dcp.load(state, checkpoint_id=newest, no_dist=alone(self.world))
         set_state_dict(self.module, self.optimizer, model_state_dict=state["model"],
                        optim_state_dict=state["optimizer"])
         return int(newest.name)
@@ -245,7 +247,8 @@ class Checkpoints:
         if self.world.main:
             shutil.rmtree(self.temporary, ignore_errors=True)
         gather_objects(None, self.world)
-        self.pending = dcp.async_save(self.state(), checkpoint_id=self.temporary, process_group=self.group)
+        self.pending = dcp.async_save(self.state(), checkpoint_id=self.temporary, process_group=self.group,
+                                      no_dist=alone(self.world))
 
     def finish(self, wait: bool = True) -> None:
         """Give a written checkpoint its name. Rank 0 writes last of all, once every shard is there."""
@@ -253,6 +256,9 @@ class Checkpoints:
             self.pending.result()
             self.pending = None
             if self.world.main:
+                self.module.model.config.save_pretrained(self.temporary)
+                self.module.model.generation_config.save_pretrained(self.temporary)
+                self.inputs.save(self.temporary)
                 self.temporary.replace(self.directory / f"{self.step:06d}")
                 drop_old_checkpoints(self.directory, self.keep)
 
@@ -269,8 +275,7 @@ def write_hf(module, inputs: Inputs, directory: Path, dtype, world) -> None:
             state = {k.removeprefix("model."): v.to(getattr(torch, dtype)) for k, v in state.items()}
             module.model.config.dtype = getattr(torch, dtype)
             module.model.save_pretrained(tmp, state_dict=state)
-            inputs.tokenizer.save_pretrained(tmp)
-            inputs.images.save_pretrained(tmp)
+            inputs.save(tmp)
 
 
 # ------------------------------------------------------------------------------------------------- evaluation
@@ -340,13 +345,13 @@ def autocast(cfg: Config, world):
 
 def main(cfg: Config) -> None:
     # what is missing is said before anything is written
+    cfg = with_models(cfg, "model")
     need_model(cfg.model)
     load_prompts(cfg.prompts)
     trajectories.read_meta(cfg.meta)
     if cfg.use_plan or cfg.role == "decomposer":
         trajectories.need_decompositions(cfg.decompositions)
-    with process_group() as world:
-        run = open_run(cfg.run_dir, cfg, world, free=FREE)
+    with process_group() as world, open_run(cfg.run_dir, cfg, world, free=FREE) as run:
         if not (run / "hf" / "config.json").exists():
             train(cfg, world, run)
         if world.main:
@@ -355,6 +360,7 @@ def main(cfg: Config) -> None:
 
 def dry_run(cfg: Config) -> None:
     """What a run would do, and the memory of its state; the data is read once, into a directory that goes."""
+    cfg = with_models(cfg, "model")
     size = parameter_count(cfg.model)
     trajectories.read_meta(cfg.meta)
     with process_group() as world, tempfile.TemporaryDirectory() as scratch:
@@ -381,7 +387,7 @@ def train(cfg: Config, world, run: Path) -> None:
 
     # 1 · schedule: step k takes the next global_batch examples of the epoch's order
     total = cfg.max_steps or cfg.epochs * len(steps)
-    checkpoints = Checkpoints(run / "checkpoints", module, optimizer, world, cfg.keep)
+    checkpoints = Checkpoints(run / "checkpoints", module, inputs, optimizer, world, cfg.keep)
     done = checkpoints.restore()
     if world.main:
         for name in ("log.jsonl", "eval.jsonl"):
@@ -472,21 +478,24 @@ class ExportConfig:
 
 def export(cfg: ExportConfig) -> None:
     run = Path(cfg.run_dir)
-    if not (run / "config.json").is_file():
-        raise UserError(f"{run} is no run directory: no config.json there; give a training run's --run_dir")
+    written = read_settings(run)
     if Path(cfg.out).resolve() == (run / "hf").resolve():
         raise UserError(f"--out {cfg.out} would mark the run as finished; give another directory")
     newest = latest_checkpoint(run / "checkpoints")
     if newest is None:
         raise UserError(f"{run} has no complete checkpoint yet; one is written every --save_every steps")
-    settings = Config(**json.loads((run / "config.json").read_text()))
+    try:
+        settings = Config(**written)
+    except TypeError as e:
+        raise UserError(f"{run} is no run of stage 2: {e}; give the --run_dir of one") from None
     with process_group() as world:
         module = build(settings, world)
-        dcp.load({"model": get_model_state_dict(module)}, checkpoint_id=newest)  # into the weights themselves
+        state = {"model": get_model_state_dict(module)}                # the weights themselves
+        dcp.load(state, checkpoint_id=newest, no_dist=alone(world))
         write_hf(module, Inputs(settings.model), Path(cfg.out), settings.dtype, world)
         if world.main:
             print(f"{cfg.out} is the {settings.role} after {int(newest.name)} steps")
 
 
 if __name__ == "__main__":
-    launch(main, export, dry_run=dry_run)
+    launch(main, export, dry_run=dry_run, words={"export": ("run_dir",)})

@@ -137,7 +137,7 @@ def make_data(directory: Path, n: int, steps: int = 3) -> Path:
         for row in range(40):
             draw.text((dice.randrange(200), 18 * row), f"line {row} " * dice.randrange(20), "black")
         image.save(images / f"{k}.png")
-    with open(directory / "annotations.jsonl", "w") as f:
+    with open(directory / "annotations.jsonl", "w", encoding="utf-8") as f:
         for i in range(n):
             folder = directory / f"t{i:06d}" / "images"
             folder.mkdir(parents=True)
@@ -160,7 +160,7 @@ def record(i: int, k: int, steps: int) -> str:
 
 def write_meta(directory: Path) -> Path:
     meta = directory / "meta.json"
-    meta.write_text(json.dumps({"bench": {
+    runtime.write_atomic(meta, json.dumps({"bench": {
         "root": str(directory), "annotation": str(directory / "annotations.jsonl"),
         "conv_style": "internvl2_5_web_navigation_v1", "repeat_time": 1}}))
     return meta
@@ -185,7 +185,8 @@ def lines(path: Path) -> int:
 
 
 def rss_mb(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
+    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / 1e6
 
 
 def watch(process, out: Path, n: int) -> list[float]:
@@ -229,7 +230,7 @@ def main(cfg: Config) -> None:
 def memory(cfg: Config) -> None:
     """What reading `n` trajectories takes, without their screenshots, which are read one at a time."""
     with tempfile.TemporaryDirectory() as directory:
-        with open(Path(directory) / "annotations.jsonl", "w") as f:
+        with open(Path(directory) / "annotations.jsonl", "w", encoding="utf-8") as f:
             f.writelines(record(i, k, cfg.steps) for i in range(cfg.n) for k in range(cfg.steps))
         meta, begin, before = write_meta(Path(directory)), time.monotonic(), rss_mb(os.getpid())
         files = trajectories.TrajectoryFiles(meta, trajectories.Quarantine())

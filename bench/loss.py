@@ -119,7 +119,7 @@ def peak_start(device: str) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")           # the high-water mark becomes what is resident now
+    Path("/proc/self/clear_refs").write_bytes(b"5")         # the high-water mark becomes what is resident now
     return status("VmRSS")
 
 
@@ -132,7 +132,7 @@ def peak_end(device: str) -> int:
 
 def status(key: str) -> int:
     """A number of the kernel's report on this process, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
 
@@ -199,10 +199,11 @@ def find_trl() -> str:
         print(f"making {VENV.name} with {TRL}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
         packages = next((VENV / "lib").glob("python*")) / "site-packages"
-        (packages / "project.pth").write_text("\n".join(x for x in sys.path if x.endswith("-packages")))
+        (packages / "project.pth").write_text(
+            "\n".join(x for x in sys.path if x.endswith("-packages")), encoding="utf-8")
         same_torch = f"torch=={torch.__version__.partition('+')[0]}"
         pip = subprocess.run([python, "-m", "pip", "install", "--quiet", same_torch, TRL],
-                             capture_output=True, text=True)
+                             capture_output=True, encoding="utf-8")
         if pip.returncode:
             return f"pip could not install {TRL}: {pip.stderr.strip().splitlines()[-1]}"
         (VENV / "ready").touch()

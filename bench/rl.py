@@ -75,13 +75,13 @@ def reward(ids) -> float:
 
 # ---------------------------------------------------------------------------------------------- memory, sides
 def memory_start() -> int:
-    Path("/proc/self/clear_refs").write_text("5")           # the high-water mark becomes what is resident now
+    Path("/proc/self/clear_refs").write_bytes(b"5")         # the high-water mark becomes what is resident now
     return status("VmRSS")
 
 
 def status(key: str) -> int:
     """A number of the kernel's report on this process, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
 
@@ -293,10 +293,10 @@ def find_trl() -> str:
     subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], check=True)
     # torchvision is compiled for the index's own torch, not for another build of the same release
     own = os.environ | {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
-    requirements = [line for line in (ROOT / "requirements.txt").read_text().split()
+    requirements = [line for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
                     if line.split("==")[0] not in {p.split("==")[0] for p in PACKAGES}]
     pip = subprocess.run([VENV / "bin" / "python", "-m", "pip", "install", "-q", *PACKAGES, *requirements],
-                         capture_output=True, text=True, env=own)
+                         capture_output=True, encoding="utf-8", env=own)
     if pip.returncode:
         return f"pip could not install {PACKAGES}: {pip.stderr.strip().splitlines()[-1]}"
     (VENV / "ready").touch()
@@ -306,7 +306,7 @@ def find_trl() -> str:
 def measured(side: str, model: str, cfg: Config) -> dict:
     command = [VENV / "bin" / "python", __file__, "--side", side, "--model", model,
                *(f"--{k}={getattr(cfg, k)}" for k in ("prompts", "group", "tokens", "micro_batch", "turns"))]
-    out = subprocess.run(command, capture_output=True, text=True, check=False,
+    out = subprocess.run(command, capture_output=True, encoding="utf-8", check=False,
                          env=os.environ | {"OMP_NUM_THREADS": "1"})
     if out.returncode:
         raise runtime.UserError(f"the side {side} failed: {out.stderr.strip()[-500:]}")

@@ -198,12 +198,12 @@ def gym_python() -> Path:
         done = subprocess.run(
             [python, "-m", "pip", "install", "-q", "browsergym-miniwob==0.14.3", "setuptools<81"],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=900,
         )
         if done.returncode:
             raise RuntimeError(f"it cannot be installed: {done.stderr.strip().splitlines()[-1][:200]}")
-        (home / "complete").write_text("")
+        (home / "complete").touch()
     return python
 
 
@@ -213,7 +213,7 @@ def start_gym(cfg: Config, env) -> list:
     code = "from playwright.sync_api import sync_playwright as s\nwith s() as p:"
     code += " print(p.chromium.executable_path)"
     wanted = Path(
-        subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run([python, "-c", code], capture_output=True, encoding="utf-8", check=True).stdout.strip()
     )
     if not wanted.exists() and chromium():
         wanted.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +222,7 @@ def start_gym(cfg: Config, env) -> list:
     workers = [
         subprocess.Popen(
             [python, "-c", WORKER, json.dumps(CLICKS), str(share), str(cfg.steps)],
-            text=True,
+            encoding="utf-8",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -77,8 +77,8 @@ def prepare(work: Path, cfg: Config) -> None:
                 f"operations.\n\nTask: {i} {say(60)}\n\nPrevious operations:\n{past}"
         lines.append({"image": f"{i}.png", "width": width, "height": height, "conversations": [
             {"from": "human", "value": human}, {"from": "gpt", "value": answer}]})
-    (work / "a.jsonl").write_text("".join(json.dumps(o) + "\n" for o in lines))
-    (work / "meta.json").write_text(json.dumps({"web": {"root": "images", "annotation": "a.jsonl"}}))
+    runtime.write_atomic(work / "a.jsonl", "".join(json.dumps(o) + "\n" for o in lines))
+    runtime.write_atomic(work / "meta.json", json.dumps({"web": {"root": "images", "annotation": "a.jsonl"}}))
     texts = f"{ROOT / 'demo/prompts.json'},{work / 'a.jsonl'}"
     tiny_model.build(tiny_model.Config(str(work / "model"), texts, max_pixels=260_000))
 
@@ -175,7 +175,7 @@ def trainer(cfg: Config, trl: bool = False) -> list[float]:
 
 def resident(key: str) -> int:
     """A number of the kernel's report on this process, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
 
 
@@ -223,7 +223,7 @@ def run(name: str, work: str, cfg: Config) -> dict | None:
     if not Path(python).exists():
         return print(f"without TRL: no {TRL_PYTHON.parent.parent.name}; bench/loss.py makes it")
     flags = [f"--{k}={v}" for k, v in (vars(cfg) | {"contender": name, "work": work}).items()]
-    process = subprocess.run([str(python), __file__, *flags], capture_output=True, text=True, cwd=ROOT)
+    process = subprocess.run([str(python), __file__, *flags], capture_output=True, encoding="utf-8", cwd=ROOT)
     if process.returncode == 0:
         return json.loads(process.stdout.splitlines()[-1])
     reason = process.stderr.strip().splitlines()[-1]

@@ -81,9 +81,9 @@ def collect_texts(paths: str) -> list[str]:
             if file.suffix == ".jsonl":
                 found += [s for line in runtime.read_jsonl(file) for s in _strings(line)]
             elif file.suffix == ".json":
-                found += _strings(json.loads(file.read_text()))
+                found += _strings(json.loads(file.read_text(encoding="utf-8")))
             elif file.suffix == ".txt":
-                found.append(file.read_text())
+                found.append(file.read_text(encoding="utf-8"))
     return found
 
 

@@ -5,15 +5,17 @@ weights. The vision tower has no adapter, so a screenshot is encoded once for as
 """
 
 import contextlib
-import json
 import sys
+import warnings
 import weakref
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from model.attention import group_windows
 from model.inputs import Inputs, Sample, need_checkpoint
+from model.paths import is_sharded, need_finite, read_adapter, read_sharded
 from runtime import UserError
 
 # N rows, S positions of a padded row, n positions asked for, H hidden size
@@ -25,7 +27,11 @@ def load_config(path):
     """The configuration of the checkpoint at `path`; UserError if it is not one of a Qwen2.5-VL."""
     from transformers import AutoConfig
     need_checkpoint(path)
-    config = AutoConfig.from_pretrained(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as e:
+        raise UserError(f"checkpoint {path}: {str(e)[:200]}; give the directory of a Qwen2.5-VL "
+                        f"checkpoint") from None
     if config.model_type != "qwen2_5_vl":
         raise UserError(f"checkpoint {path} is a {config.model_type} model; every role needs a qwen2_5_vl "
                         f"one: give the directory of a Qwen2.5-VL checkpoint")
@@ -53,9 +59,15 @@ def load_model(path, device="cpu", dtype="float32"):
     from transformers import Qwen2_5_VLForConditionalGeneration
     from transformers.utils import logging
     logging.disable_progress_bar()
-    load_config(path)
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=getattr(torch, dtype)).to(device)
-    return group_windows(model)
+    config = load_config(path)
+    try:
+        weights = {"state_dict": read_sharded(path), "config": config} if is_sharded(path) else {}
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            None if weights else path, dtype=getattr(torch, dtype), **weights)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+        raise UserError(f"checkpoint {path}: its weights cannot be read ({str(e)[:200]}); give one whose "
+                        f"files are complete") from e
+    return group_windows(model.to(device))
 
 
 def forward_hidden(model, inputs: dict) -> torch.Tensor:
@@ -81,7 +93,9 @@ class Adapted:
         if taken := [n for n, _ in base.named_modules() if role in n.split(".")]:
             raise UserError(f"adapter name {role!r} is part of the module path {taken[0]}; PEFT would save "
                             f"it incompletely: choose another name")
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # PEFT (0.21, the newest) asks the model for a property that transformers has renamed
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             torch.manual_seed(seed)
             lora = LoraConfig(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=LORA_TARGETS,
                               bias="none")
@@ -185,35 +199,33 @@ class Adapted:
         return {"position_ids": position_3NS, "attention_mask": {"full_attention": mask_NSS[:, None]}}
 
     def save(self, directory) -> None:
-        """The adapter in PEFT's format (directory/adapter_model.safetensors), loadable by PEFT and vLLM."""
+        """The adapter in PEFT's format (directory/adapter_model.safetensors), loadable by PEFT and vLLM.
+        UserError, and nothing written, for one that has become NaN or infinite."""
         from peft import get_peft_model_state_dict
         from safetensors.torch import save_file
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
         state = get_peft_model_state_dict(self.peft, adapter_name=self.role)
         assert len(state) == len(self.adapter()), "PEFT left out adapter tensors"
+        need_finite(state, f"the adapter of the {self.role}", "nothing of it was written: start again with "
+                    "other settings (a smaller --lr), in a new run directory")
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
         save_file({k: v.detach().cpu().contiguous() for k, v in state.items()},
                   directory / "adapter_model.safetensors", metadata={"format": "pt"})
         self.peft.peft_config[self.role].save_pretrained(directory)
 
     def load(self, directory) -> None:
-        """Read an adapter written by `save`; UserError unless it has the same tensors, r and α."""
+        """Read an adapter written by `save`; UserError unless it has the same tensors, r and α, and finite
+        numbers in them."""
         from peft import set_peft_model_state_dict
-        from safetensors.torch import load_file
-        file = Path(directory) / "adapter_model.safetensors"
-        if not file.is_file():
-            raise UserError(f"adapter {directory}: no adapter_model.safetensors there; "
-                            f"give a directory that stage 3 wrote")
-        state = load_file(file)
+        state, saved = read_adapter(directory)
         mine = {n.replace(f".{self.role}.", "."): p for n, p in self.adapter().items()}
-        if set(mine) != set(state):
-            raise UserError(f"adapter {directory} does not fit: {len(set(mine) ^ set(state))} tensors differ "
+        if differ := mine.keys() ^ state.keys():
+            raise UserError(f"adapter {directory} does not fit: {len(differ)} tensors differ "
                             f"by name; it was made for another base or another set of layers")
-        saved = json.loads((file.parent / "adapter_config.json").read_text())
         own = self.peft.peft_config[self.role]
-        if (saved["r"], saved["lora_alpha"]) != (own.r, own.lora_alpha):
-            raise UserError(f"adapter {directory} does not fit: it was trained with r {saved['r']} and α "
-                            f"{saved['lora_alpha']}; give --lora_r and --lora_alpha to match")
+        if (saved.get("r"), saved.get("lora_alpha")) != (own.r, own.lora_alpha):
+            raise UserError(f"adapter {directory} does not fit: it was trained with r {saved.get('r')} and α "
+                            f"{saved.get('lora_alpha')}; give --lora_r and --lora_alpha to match")
         need_values(f"adapter {directory}", state, mine)
         set_peft_model_state_dict(self.peft, state, adapter_name=self.role)
 
@@ -222,7 +234,6 @@ def need_values(what: str, state: dict, mine: dict) -> None:
     """UserError unless the tensors of a file have the shapes of ours and hold finite numbers."""
     for name, tensor in state.items():
         if tensor.shape != mine[name].shape:
-            raise UserError(f"{what} does not fit: {name} has the shape {list(tensor.shape)}, here "
-                            f"{list(mine[name].shape)}; give what was trained on this base")
-        if not tensor.isfinite().all():
-            raise UserError(f"{what}: {name} holds numbers that are not finite; give an earlier checkpoint")
+            raise UserError(f"{what} does not fit: {name} is {tuple(tensor.shape)} and not "
+                            f"{tuple(mine[name].shape)}; it was made for another base, or is damaged")
+    need_finite(state, what, "give another checkpoint")

@@ -1,17 +1,18 @@
-"""A critic: values of (prompt, screenshot, response) at asked token positions, by named heads on one backbone.
+"""A critic: values of (prompt, screenshot, response) at asked token positions, by named heads on one
+backbone.
 
     critic = Critic(path, "critic", ("high", "keep", "low"), reads=actor.inputs)
     rows = critic.values(samples, [{"high": [41], "low": [41, 57]}, ...])     # with gradient
     rows[0]["low"]                                                           # (2,) float32
 
-A position counts from the first token of the prompt: len(s.prompt_ids) - 1 is the last token of the prompt, and
-a value there knows prompt and screenshot but nothing of the response. The base may have another size than that
-of the policy whose samples it reads. It takes their ids as they are, so it needs the same tokenizer, which
-all Qwen2.5-VL share, and must cut a screenshot into the same image tokens.
+A position counts from the first token of the prompt: len(s.prompt_ids) - 1 is the last token of the prompt,
+and a value there knows prompt and screenshot but nothing of the response. The base may have another size than
+that of the policy whose samples it reads. It takes their ids as they are, so it needs the same tokenizer,
+which all Qwen2.5-VL share, and must cut a screenshot into the same image tokens.
 
 A head is linear, in float32 and zero at first: every value is exactly 0, and the first step moves the heads
-alone, the second one the adapter as well. In a directory: the adapter as a policy saves it, and heads.safetensors.
-"""
+alone, the second one the adapter as well. In a directory: the adapter as a policy saves it, and
+heads.safetensors. """
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,8 +44,8 @@ def need_same_ids(critic: Inputs, policy: Inputs) -> None:
 
 
 class Critic(Adapted):
-    """One role that values. `reads` are the inputs of the policy whose samples it gets; the other settings are
-    those of a policy."""
+    """One role that values. `reads` are the inputs of the policy whose samples it gets; the other settings
+    are those of a policy."""
 
     def __init__(self, path, role: str, heads: tuple[str, ...], reads: Inputs, **settings):
         super().__init__(path, role, **settings)
@@ -84,8 +85,8 @@ class Critic(Adapted):
         return h_nH @ self.heads[f"{head}.weight"] + self.heads[f"{head}.bias"]
 
     def _row(self, s: Sample, places: Places) -> Sample:
-        """The sample as far as it is looked at. Embeddings have more rows than there are tokens, how many more
-        depends on the size of the model: an id that only the policy's have is read as padding."""
+        """The sample as far as it is looked at. Embeddings have more rows than there are tokens, how many
+        more depends on the size of the model: an id that only the policy's have is read as padding."""
         if self.inputs.size(s.png) != s.image_size:
             raise ValueError(f"a sample's screenshot is {s.image_size} to its policy and "
                              f"{self.inputs.size(s.png)} to the critic")

@@ -49,7 +49,8 @@ KEEP = 2                                          # adapters on disk: a server m
 
 
 def load_engine(cfg, roles: list[Role], networks: dict, run: Path, world: World):
-    """The engine that `--engine` names, for the roles that generate; those on servers of their own beside it."""
+    """The engine that `--engine` names, for the roles that generate; those on servers of their own beside
+    it."""
     policies = {role.name: networks[role.name] for role in roles if role.kind == "policy"}
     fixed = {role.name: Remote(role.name, role.model, role.urls, concurrency=cfg.threads)
              for role in roles if role.kind == "server"}
@@ -69,11 +70,11 @@ def addresses(cfg, roles: list[Role]) -> dict[str, list[str]]:
     for role in (role for role in roles if cfg.engine == "vllm" and role.kind == "policy"):
         out[role.name] = [u.strip().rstrip("/") for u in role.urls.split(",") if u.strip()]
         if not out[role.name]:
-            raise UserError(f"--engine vllm needs --{role.name}_url: the {role.name}'s servers, by commas, as "
-                            f"http://HOST:8000/v1")
+            raise UserError(f"--engine vllm needs --{role.name}_url: the {role.name}'s servers, by commas, "
+                            f"as http://HOST:8000/v1")
         if any("@" in urlsplit(url).netloc for url in out[role.name]):
-            raise UserError(f"--{role.name}_url: no user or password in an address, it would be written down; "
-                            f"set VLLM_API_KEY instead")
+            raise UserError(f"--{role.name}_url: no user or password in an address, it would be written "
+                            f"down; set VLLM_API_KEY instead")
     return out
 
 

@@ -113,6 +113,11 @@ class Inputs:
         return {"input_ids": ids, "attention_mask": mask,
                 "mm_token_type_ids": (ids == self.image_id).long()}
 
+    def save(self, directory) -> None:
+        """All that makes inputs, as files of a checkpoint directory."""
+        self.tokenizer.save_pretrained(directory)
+        self.images.save_pretrained(directory)
+
     def grids(self, sizes: list[tuple[int, int]]) -> torch.Tensor:
         """(images, 3) frames, rows and columns of patches of images of these sizes."""
         return torch.tensor([[1, h // self.images.patch_size, w // self.images.patch_size] for w, h in sizes])

@@ -202,7 +202,7 @@ class Client:
         file = self._cache_file(body)
         if file and file.exists():
             self._count(cache_hits=1)
-            return read_reply(self.api, json.loads(file.read_text())["reply"])
+            return read_reply(self.api, json.loads(file.read_text(encoding="utf-8"))["reply"])
         name = request_id.encode("ascii", "backslashreplace").decode()[:512]  # what OpenAI takes
         reply, answer = self._persist(body, {"X-Client-Request-Id": name} if name else {})
         if file and answer.status == "ok":
@@ -291,7 +291,7 @@ def retry_after(headers) -> float:
 # -------------------------------------------------------------------------------------------------- Batch API
 def open_batches(directory) -> dict[str, dict]:
     """The batches that earlier runs wrote and nobody has collected yet: name -> state."""
-    states = (json.loads(p.read_text()) for p in sorted(Path(directory).glob("*.json")))
+    states = (json.loads(p.read_text(encoding="utf-8")) for p in sorted(Path(directory).glob("*.json")))
     return {s["name"]: s for s in states if not s["collected"]}
 
 

@@ -19,7 +19,7 @@ KINDS = ("policy", "critic", "server")
 class Role:
     """One network of a system. `kind`: a policy on a frozen base with an adapter, a critic, or a model on a
     server, which is never trained."""
-    name: str                                     # of the option that gives its checkpoint, and of its adapter
+    name: str                                     # of its adapter, and of the option with its checkpoint
     checkpoint: str = ""                          # directory of a Qwen2.5-VL, the frozen base
     symbol: str = ""                              # in log keys (`loss_A`); "": the name
     kind: str = "policy"
@@ -75,8 +75,8 @@ def check_roles(roles: list[Role]) -> None:
     by_name = {role.name: role for role in roles}
     for role in (role for role in roles if role.kind == "critic"):
         if not role.heads or by_name.get(role.reads, role).kind != "policy":
-            raise UserError(f"the critic {role.name} needs heads, and reads=, the policy whose samples it values; "
-                            f"name them in the system's roles()")
+            raise UserError(f"the critic {role.name} needs heads, and reads=, the policy whose samples it "
+                            f"values; name them in the system's roles()")
         need_critic(role.checkpoint, by_name[role.reads].checkpoint)
 
 

@@ -1,12 +1,11 @@
 """One role's optimizer steps on a rollout batch, whatever its objective is.
 
 `update` runs the rows through the network in micro-batches, hands each to the system's `loss`, and makes one
-optimizer step per pass. Ranks may hold different numbers of rows, also none: `loss` divides by constants of the
-whole batch, so the shares of all micro-batches and ranks add up to the objective.
+optimizer step per pass. Ranks may hold different numbers of rows, also none: `loss` divides by constants of
+the whole batch, so the shares of all micro-batches and ranks add up to the objective.
 
-PAPER-GAP 4: log π_old is pass 1's own log-prob, as the weights have not moved yet. PAPER-GAP 5: a pass covers the
-whole batch and ends in one step; the micro-batches are a matter of memory.
-"""
+PAPER-GAP 4: log π_old is pass 1's own log-prob, as the weights have not moved yet. PAPER-GAP 5: a pass covers
+the whole batch and ends in one step; the micro-batches are a matter of memory. """
 
 import math
 from collections.abc import Callable
@@ -23,9 +22,9 @@ from runtime import World, all_reduce_flat_, gather_objects
 
 @dataclass
 class Row:
-    """What a role learns from one response: the sample, its advantage (one number, or one per token), and T, the
-    number of actions of its episode (1 for a plan). `places` and `target`, for a critic: head -> positions where
-    it is read, and head -> what it should have said there."""
+    """What a role learns from one response: the sample, its advantage (one number, or one per token), and T,
+    the number of actions of its episode (1 for a plan). `places` and `target`, for a critic: head ->
+    positions where it is read, and head -> what it should have said there."""
     sample: Sample
     adv: float | list[float] = 0.0
     T: int = 1
@@ -43,8 +42,8 @@ class Credit:
 
 @dataclass
 class Micro:
-    """A micro-batch as an objective sees it. A policy's tensors are (N, T), right-padded with 0 where mask_NT is
-    0; a critic has `values` only, head -> tensor for each row."""
+    """A micro-batch as an objective sees it. A policy's tensors are (N, T), right-padded with 0 where mask_NT
+    is 0; a critic has `values` only, head -> tensor for each row."""
     rows: list[Row]
     logp_NT: torch.Tensor | None = None              # with gradient
     logp_old_NT: torch.Tensor | None = None          # before the update (PAPER-GAP 4)
@@ -73,8 +72,8 @@ def pad(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def micro_batches(rows: list[Row], cfg) -> list[list[int]]:
-    """Numbers of the rows, in parts of at most micro_batch samples and micro_tokens tokens; sorted by prompts and
-    their length, so that equal ones share a pass and little is padded."""
+    """Numbers of the rows, in parts of at most micro_batch samples and micro_tokens tokens; sorted by prompts
+    and their length, so that equal ones share a pass and little is padded."""
     lengths = [len(row.sample.prompt_ids) + len(row.sample.response_ids) for row in rows]
     prompts = [row.sample.prompt_ids for row in rows]
     order = sorted(range(len(rows)), key=lambda i: (len(prompts[i]), prompts[i], lengths[i]))

@@ -1,4 +1,5 @@
-"""What an episode is, in memory: a task's plans, their episodes, the steps of each and what was asked in them.
+"""What an episode is, in memory: a task's plans, their episodes, the steps of each and what was asked in
+them.
 
 Group > Plan and Episode > Step > Sample (model/inputs.py). episode_log.py writes them down.
 """

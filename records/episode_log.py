@@ -5,9 +5,8 @@ subtasks [[title, goal]], malformed, status (success | failure | max_steps | unp
 for infra), rewards (by other rules), reason, answer, seconds, fault (its kind, web/chromium.py; "verdict":
 there was none), retried (kinds of earlier attempts), error (traceback), details (the environment's own),
 first_shot, final_shot, steps [{shot, text (raw output), history (line), calls, point (page pixels), error,
-n_tokens; where several answers were asked: asked [{role, text, n_tokens, acted}]}]; in training what the system's
-credit adds (grpo_hier.py: S_i, adv_A, adv_D). Texts that an environment calls secret are masked.
-"""
+n_tokens; where several answers were asked: asked [{role, text, n_tokens, acted}]}]; in training what the
+system's credit adds (grpo_hier.py: S_i, adv_A, adv_D). Texts that an environment calls secret are masked. """
 
 import hashlib
 from pathlib import Path
@@ -26,9 +25,11 @@ class EpisodeLog:
         (self.directory / "shots").mkdir(parents=True, exist_ok=True)
 
     def append(self, groups: list[Group], batch: int = 0, beside: list[dict] | None = None) -> None:
-        """Write the groups' episodes; `beside` has what else stands in the line of each (a system's credit)."""
+        """Write the groups' episodes; `beside` has what else stands in the line of each (a system's
+        credit)."""
         episodes = all_episodes(groups)
-        lines = [self.line(e, batch) | more for e, more in zip(episodes, beside or [{}] * len(episodes), strict=True)]
+        beside = beside or [{}] * len(episodes)
+        lines = [self.line(e, batch) | more for e, more in zip(episodes, beside, strict=True)]
         append_jsonl(self.directory / "episodes.jsonl", lines)
 
     def line(self, e: Episode, batch: int) -> dict:

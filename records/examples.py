@@ -70,7 +70,7 @@ def write_index(path: Path, role: str, meta: str, plans: dict[str, str], inputs:
 def read_index(path: Path, plans: dict[str, str]) -> np.ndarray:
     """Raises UserError where the index is of other plans: a row has its plan's position among them."""
     of = path.with_suffix(".plans")
-    if not of.exists() or of.read_text() != fingerprint(plans):
+    if not of.exists() or of.read_text(encoding="utf-8") != fingerprint(plans):
         raise runtime.UserError(f"{path} was made with other decompositions: give back those that this run "
                                 f"began with, or choose another --run_dir")
     return np.load(path, mmap_mode="r")

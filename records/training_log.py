@@ -61,7 +61,8 @@ def total(ranks: list[tuple[Shares, Counter]]) -> tuple[Shares, Counter]:
 
 
 def batch_line(shares: Shares, faults: Counter, updates: dict[str, dict]) -> dict:
-    """The logged object of a rollout batch; `updates`: a role's mark in log keys -> statistics of its update."""
+    """The logged object of a rollout batch; `updates`: a role's mark in log keys -> statistics of its
+    update."""
     line: dict = {key: part / max(1, n) for key, (part, n) in shares.items()}
     line |= {"episodes": shares["infra_rate"][1], "faults": dict(faults)}
     for mark, told in updates.items():

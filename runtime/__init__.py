@@ -9,13 +9,16 @@ import ast
 import contextlib
 import dataclasses
 import datetime
+import difflib
 import errno
 import fcntl
 import inspect
+import io
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -28,26 +31,38 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 
 
+NO_SUCH_KIND = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG)  # of a path
+
+
 class UserError(Exception):
     """Something the user can mend: printed as one line that names the thing and the remedy; exit code 2."""
 
 
 # ----------------------------------------------------------------------------------------------- command line
-def launch(main, *commands, dry_run=None) -> NoReturn:
+def launch(main, *commands, dry_run=None, words: dict | None = None, config=None) -> NoReturn:
     """Run a stage: `main`, or one of `commands` when the first word names it, or, with the flag `--dry_run`,
-    the function that only says what `main` would do. Never returns."""
+    the function that only says what `main` would do. `words`: by a command's name, the settings that words
+    without an option fill. `config(argv)`: the dataclass of `main`'s settings, where the command line decides
+    about it. Never returns."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show is a "?" and ends no run
+            stream.reconfigure(errors="replace")
     by_name = {f.__name__: f for f in commands}
     argv = sys.argv[1:]
     function = by_name[argv.pop(0)] if argv and argv[0] in by_name else main
     program = Path(sys.argv[0]).name + ("" if function is main else f" {function.__name__}")
-    stage = Path(inspect.getfile(function)).stem
     note = f"subcommands: {', '.join(sorted(by_name))}" if by_name and function is main else ""
-    only_say = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only_say = Parser(add_help=False, allow_abbrev=False)
     if dry_run and function is main:
         only_say.add_argument("--dry_run", type=_boolean, nargs="?", const=True, metavar="BOOL", help=(
             "say what would be done and what it takes; no file stays, no model is asked (default False)"))
     try:
-        cfg = parse_args(config_class(function), argv, program, stage, note, only_say)
+        if by_name and function is main and argv and not argv[0].startswith("-"):
+            known = did_you_mean(argv[0], list(by_name)) or f"there are {', '.join(sorted(by_name))}"
+            raise UserError(f"{argv[0]} is no subcommand: {known}")
+        Config = config(argv) if config and function is main else config_class(function)
+        cfg = parse_args(Config, argv, program, Path(inspect.getfile(Config)).stem, note, only_say,
+                         words=(words or {}).get(getattr(function, "__name__", "main"), ()))
         (dry_run if getattr(only_say.parse_known_args(argv)[0], "dry_run", False) else function)(cfg)
     except Exception as e:
         if not (said := remedy(e)):
@@ -75,8 +90,10 @@ def remedy(error: Exception) -> str:
                 f"on where it stopped")
     if isinstance(error, ModuleNotFoundError):
         return f"{error}: run ./setup.sh, then `source .venv/bin/activate`"
-    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission for {error.filename or 'a file'}: give a place of your own (--run_dir, --out)"
+    if isinstance(error, OSError) and error.errno in NO_SUCH_KIND and error.filename:
+        return f"{error.filename}: {error.strerror}; give another path"
     return ""
 
 
@@ -85,15 +102,23 @@ def config_class(function):
     return next(iter(inspect.signature(function).parameters.values())).annotation
 
 
-def parse_args(Config, argv=None, program=None, stage=None, note="", *parents):
+class Parser(argparse.ArgumentParser):
+    """A wrong command line is one line about what is wrong, not the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (--help shows all options)")
+
+
+def parse_args(Config, argv=None, program=None, stage=None, note="", *parents, words: tuple = ()):
     """Command line -> Config. Types come from the defaults, help from the trailing comments; flags of the
-    parsers `parents` are known and shown, and left to the caller.
+    parsers `parents` are known and shown, and left to the caller. Words without an option fill the fields
+    `words`.
 
     Unknown flags are errors. Precedence: field default < presets in the order given < flags. A string value
-    may name other fields (`runs/sft_{role}`). Raises UserError for a preset that does not exist, is no TOML
-    or names an unknown field.
+    may name other fields (`runs/sft_{role}`). Raises UserError for a wrong command line, and for a preset
+    that does not exist, is no TOML or names an unknown field.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         program, description=(sys.modules[Config.__module__].__doc__ or "").strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, parents=parents,
         epilog=note)
@@ -107,7 +132,9 @@ def parse_args(Config, argv=None, program=None, stage=None, note="", *parents):
         parser.add_argument(f"--{f.name}", type=_boolean if f.type is bool else f.type,
                             metavar=f.type.__name__.upper(), **alone,
                             help=f"{comments.get(f.name, '')} ({shown})".strip().replace("%", "%%"))
-    args = vars(parser.parse_args(argv))
+    args, rest = parser.parse_known_args(argv)
+    args = vars(args)
+    args |= left_over(rest, words, args)
     values, known = {}, {f.name for f in dataclasses.fields(Config)}
     for preset in args.pop("preset"):
         values |= read_preset(preset, stage or Path(inspect.getfile(Config)).stem, args)
@@ -123,6 +150,30 @@ def parse_args(Config, argv=None, program=None, stage=None, note="", *parents):
                                        if isinstance(v, str) and "{" in v})
 
 
+def left_over(rest: list[str], words: tuple, args: dict) -> dict[str, str]:
+    """What argparse made nothing of -> values of the fields `words`: each takes one word, an only one takes
+    all, by commas. UserError for an unknown option, and for words that have no place."""
+    if flags := [r.partition("=")[0] for r in rest if r.startswith("-")]:
+        options = [f"--{name}" for name in args]
+        raise UserError("; ".join(f"{flag} is no option: {did_you_mean(flag, options) or '--help shows all'}"
+                                  for flag in flags))
+    values = rest if len(words) != 1 or not rest else [",".join(rest)]
+    if values and len(values) != len(words):
+        raise UserError(f"{' '.join(rest)}: {len(words) or 'no'} words without an option are taken here "
+                        f"(--help shows all options)")
+    if given := [name for name, _ in zip(words, values) if args[name] is not None]:
+        raise UserError(f"{' '.join(rest)}: --{given[0]} is given already; give one of them")
+    return dict(zip(words, values))
+
+
+def did_you_mean(word: str, names: list[str]) -> str:
+    """`did you mean NAME?` with the nearest of `names`, whatever the case and the kind of dash; "" for none.
+    """
+    plain = {name.lower().lstrip("-"): name for name in names}
+    near = difflib.get_close_matches(word.lower().lstrip("-").replace("-", "_"), plain, 1)
+    return f"did you mean {plain[near[0]]}?" if near else ""
+
+
 def read_preset(name: str, stage: str, flags: dict) -> dict:
     """The table `[stage]` of a preset file, with `[stage.FIELD.VALUE]` where the flag FIELD is VALUE."""
     path = Path(name) if name.endswith(".toml") else ROOT / "demo" / f"{name}.toml"
@@ -130,8 +181,8 @@ def read_preset(name: str, stage: str, flags: dict) -> dict:
         raise UserError(f"preset {name}: no file {path}; name a TOML file or one of "
                         f"{', '.join(sorted(p.stem for p in (ROOT / 'demo').glob('*.toml')))}")
     try:
-        table = tomllib.loads(path.read_text()).get(stage, {})
-    except tomllib.TOMLDecodeError as e:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get(stage, {})
+    except (OSError, ValueError) as e:
         raise UserError(f"preset {path}: no TOML: {e}; mend that line") from None
     special = {k: table.pop(k) for k in [k for k, v in table.items() if isinstance(v, dict)]}
     for field, by_value in special.items():
@@ -230,39 +281,74 @@ def check(cfg, *counts: str, **choices: tuple) -> None:
             raise UserError(f"--{name} {getattr(cfg, name)}: choose one of {', '.join(map(str, allowed))}")
 
 
-def open_run(directory: str, cfg, world: World = World(), free: tuple = ()) -> Path:
-    """Create or re-enter a run directory. Its config.json must agree with `cfg` except in the `free` fields.
+@contextlib.contextmanager
+def open_run(directory: str, cfg, world: World = World(), free: tuple = ()) -> Iterator[Path]:
+    """Create or re-enter a run directory, and hold it: no other process may. Its config.json must agree with
+    `cfg` except in the `free` fields.
 
-    Raises UserError naming the fields that differ: a run is one experiment, and resuming it with other
-    settings is not.
+    Rank 0 looks and writes, and all ranks raise the UserError where another run holds the directory, or has
+    other settings: a run is one experiment, and resuming it with other settings is not.
     """
-    path = Path(directory)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as e:
-        raise UserError(f"--run_dir {path}: {e.strerror}; give a directory that can be made") from None
+    path, refused = Path(directory), ""
+    with contextlib.ExitStack() as held:
+        try:
+            if world.main:
+                path.mkdir(parents=True, exist_ok=True)
+                held.enter_context(only_process(path))
+                settle_config(path / "config.json", cfg, free)
+        except (UserError, OSError) as e:         # the other ranks must hear of it
+            if isinstance(e, (FileExistsError, NotADirectoryError)):
+                e = UserError(f"--run_dir {path}: {e.strerror}; give a directory that can be made")
+            refused = remedy(e)
+            if not refused:
+                raise
+        if refused := gather_objects(refused, world)[0]:
+            raise UserError(refused)
+        yield path
+
+
+def settle_config(file: Path, cfg, free: tuple) -> None:
+    """Write the settings, or compare them with those that are there."""
     mine = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in free}
-    file = path / "config.json"
-    if file.exists():
-        theirs = {k: v for k, v in json.loads(file.read_text()).items() if k not in free}
-        differ = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
-        if differ:
-            raise UserError(f"{path} is a run with other settings ({', '.join(differ)}); choose another "
-                            f"directory, or remove it to start again")
-    elif world.main:
+    if not file.exists():
         write_atomic(file, json.dumps(dataclasses.asdict(cfg), indent=1) + "\n")
-    return path
+        return
+    theirs = {k: v for k, v in read_settings(file.parent).items() if k not in free}
+    differ = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+    if differ:
+        raise UserError(f"{file.parent} is a run with other settings ({', '.join(differ)}); choose another "
+                        f"directory, or remove it to start again")
+
+
+def read_settings(run: Path) -> dict:
+    """A run's config.json. UserError where there is none, or no JSON object in it."""
+    file = Path(run) / "config.json"
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{run} is no run directory: no config.json there; give a run's --run_dir") from None
+    except (OSError, ValueError) as e:
+        raise UserError(f"{file}: {e}; give a run's --run_dir, with the config.json it wrote") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{file}: no JSON object; give a run's --run_dir, with the config.json it wrote")
+    return settings
 
 
 @contextlib.contextmanager
 def only_process(path: Path):
-    """Hold a lock beside `path`, so that two processes never write one file; UserError when it is taken."""
-    with open(f"{path}.lock", "w") as lock:
+    """Hold a lock on a directory (a file in it) or a file (a file beside it), so that two processes never
+    write there; the kernel frees it when this process ends, however that is. UserError with who holds it."""
+    path = Path(path)
+    with open(path / ".lock" if path.is_dir() else f"{path}.lock", "a+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{path} is being written by another process; "
-                            f"wait for it or give another output") from None
+            lock.seek(0)
+            raise UserError(f"{path} is held by another run, {lock.read().strip()}; wait for its end or end "
+                            f"it, or give another place") from None
+        os.register_at_fork(after_in_child=lock.close)    # else a worker that outlives us would hold it
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
         yield
 
 
@@ -358,7 +444,7 @@ def code_version() -> str:
     """The commit of this source, with "-dirty" where files differ from it; "" outside of a git checkout."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+        return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         return ""
 

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def schedule(tasks: list, epochs: int, size: int, seed: int) -> list[list]:
-    """The rollout batches of a run, each of at most `size` tasks; every epoch is shuffled from (seed, epoch)."""
+    """The rollout batches of a run, each of at most `size` tasks; every epoch is shuffled from (seed,
+    epoch)."""
     out = []
     for epoch in range(epochs):
         order = random.Random(f"{seed} {epoch}").sample(tasks, len(tasks))
@@ -15,10 +16,10 @@ def schedule(tasks: list, epochs: int, size: int, seed: int) -> list[list]:
     return out
 
 
-def drawn_batches(batches: range, draw: Callable, sync: Callable, pipeline: bool, threads: int = 1) -> Iterator:
+def drawn_batches(batches: range, draw: Callable, sync: Callable, pipeline: bool, threads: int = 1):
     """Yields (batch, what `sync` told, what `draw` returned) for one rollout batch after the other. With
-    `pipeline` the next one is under way, on the weights of now, while the caller trains on what it got; `threads`
-    are torch's, there."""
+    `pipeline` the next one is under way, on the weights of now, while the caller trains on what it got;
+    `threads` are torch's, there."""
     import torch
 
     def timed(batch):

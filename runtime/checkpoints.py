@@ -1,5 +1,6 @@
 """What a resumed run needs: networks, optimizers and the random state after a number of rollout batches."""
 
+import pickle
 from pathlib import Path
 
 import torch
@@ -15,8 +16,8 @@ from runtime import (
 
 
 def save_checkpoint(directory: Path, done: int, networks: dict, optimizers: dict, keep: int) -> None:
-    """Write directory/NNNNNN, complete or not there at all: a folder for each network, with its optimizer where
-    it has one."""
+    """Write directory/NNNNNN, complete or not there at all: a folder for each network, with its optimizer
+    where it has one."""
     with atomic_directory(directory / f"{done:06d}") as tmp:
         for name, network in networks.items():
             network.save(tmp / name)
@@ -38,7 +39,11 @@ def load_checkpoint(directory: Path, networks: dict, optimizers: dict, world: Wo
         return 0
     for name, network in networks.items():
         network.load(newest / name)
-        if name in optimizers:
-            optimizers[name].load_state_dict(torch.load(newest / name / "optimizer.pt", weights_only=True))
-    torch.set_rng_state(torch.load(newest / "rng.pt", weights_only=True))
+    try:
+        for name, optimizer in optimizers.items():
+            optimizer.load_state_dict(torch.load(newest / name / "optimizer.pt", weights_only=True))
+        torch.set_rng_state(torch.load(newest / "rng.pt", weights_only=True))
+    except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as e:
+        raise UserError(f"{newest} cannot be gone on from ({str(e)[:200]}): remove it, then the run goes on "
+                        f"from the checkpoint before, if there is one") from e
     return int(newest.name)

@@ -1,10 +1,9 @@
 """Where the time of a rollout batch goes, in seconds by phase (means over the ranks).
 
-`browser` (a browser works or waits for its page), `waiting` (for a model's answer) and `idle` (no episode to run)
-are means over the browser threads and add up to the rollout; `generation` (a model writes; for servers: some
-request is under way), `update` and `sync` (adapters to where they generate, waits for other ranks) are the
-trainer's.
-"""
+`browser` (a browser works or waits for its page), `waiting` (for a model's answer) and `idle` (no episode to
+run) are means over the browser threads and add up to the rollout; `generation` (a model writes; for servers:
+some request is under way), `update` and `sync` (adapters to where they generate, waits for other ranks) are
+the trainer's. """
 
 import time
 from collections import Counter

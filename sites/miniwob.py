@@ -123,7 +123,8 @@ class MiniWob(Environment):
 
 
 def make(cfg) -> MiniWob:
-    """The environment of a stage's config (fields tasks, instances and scale of web.environment.RolloutConfig)."""
+    """The environment of a stage's config (fields tasks, instances and scale of
+    web.environment.RolloutConfig)."""
     return MiniWob(cfg.tasks, cfg.instances, cfg.scale)
 
 

@@ -199,7 +199,7 @@ grpo_hier.py: statistics of one rank only
 + sums = sums
 
 bookkeeping.py: optimizer not restored
--             optimizers[role].load_state_dict(
+-             optimizer.load_state_dict(
 +             str(
 
 grpo_hier.py: schedule depends on the number of ranks
@@ -307,11 +307,11 @@ model/backbone.py: any adapter name accepted
 + if False]
 
 model/backbone.py: adapter of another scale accepted
-- if (saved["r"], saved["lora_alpha"]) != (own.r, own.lora_alpha):
-+ if saved["r"] != own.r:
+- if (saved.get("r"), saved.get("lora_alpha")) != (own.r, own.lora_alpha):
++ if saved.get("r") != own.r:
 
 model/backbone.py: adapter that does not fit accepted
--         if set(mine) != set(state):
+-         if differ := mine.keys() ^ state.keys():
 +         if False:
 
 sft.py: SFT loss as a mean per micro-batch

@@ -86,7 +86,7 @@ def test_eq_1_the_plan_depends_on_task_and_first_screenshot_alone():
     plans = agent.plans("x", b"o_0", ask, K=2)
     assert [(q.role, q.system, q.user, q.png, q.seed, q.temperature, q.max_new_tokens) for q in requests] == [
         ("decomposer", "D", "x", b"o_0", seed, 0.6, 5) for seed in (10, 11)]
-    assert [(plan.k, plan.text, plan.malformed) for plan in plans] == [(0, "answer 1", True), (1, "answer 2", True)]
+    assert [(p.k, p.text, p.malformed) for p in plans] == [(0, "answer 1", True), (1, "answer 2", True)]
 
 
 def test_eq_1_without_a_decomposer_there_are_empty_plans_and_no_question():
@@ -429,7 +429,7 @@ def groups(rewards, steps):
 def test_eq_5_eq_9_reach_the_samples_they_belong_to():
     """One advantage per episode, whatever its steps; the actor's for actions, the decomposer's for plans."""
     g = groups([[[1, 0], [0, 0]], [[1, None], [1, 0]]], [[[3, 1], [1, 2]], [[1, 1], [2, 1]]])
-    rows = grpo_hier.credit(g, config(K=2, M=2, beta=0.1)).rows           # a KL term keeps those of advantage 0
+    rows = grpo_hier.credit(g, config(K=2, M=2, beta=0.1)).rows   # a KL term keeps those of advantage 0
     got = {row.sample.text.split()[1]: (row.adv, row.T) for row in rows["actor"]}
     assert got == {"0000": (0.5, 3), "0001": (0.5, 3), "0002": (0.5, 3), "0010": (-0.5, 1),
                    "0100": (0, 1), "0110": (0, 2), "0111": (0, 2),

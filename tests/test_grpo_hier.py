@@ -1,7 +1,6 @@
-"""grpo_hier.py from groups to both roles' updates: what each role learns from, two processes against one, the order
-of rollout batches, a resumed run against an uninterrupted one. Run as a program (`two_ranks` does), it is one of
-two gloo ranks.
-"""
+"""grpo_hier.py from groups to both roles' updates: what each role learns from, two processes against one, the
+order of rollout batches, a resumed run against an uninterrupted one. Run as a program (`two_ranks` does), it
+is one of two gloo ranks. """
 
 import os
 import pickle
@@ -121,7 +120,8 @@ def rank_main(directory):
             (directory / f"error{world.rank}").write_text(str(e))
         for name, (all_groups, cfg) in policies["cases"].items():
             pair = rebuild(policies["model"], directory)
-            stats = learn_both(pair, adam(pair), all_groups[world.rank::world.size], len(all_groups), cfg, world)
+            mine = all_groups[world.rank::world.size]
+            stats = learn_both(pair, adam(pair), mine, len(all_groups), cfg, world)
             cases[name] = (weights(pair), stats)
         if world.main:
             torch.save(cases, directory / "out.pt")
@@ -141,7 +141,8 @@ def two_ranks(policy, make_policy, tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("ranks")
     for role in ROLES:
         make_policy(role, moved=6).save(directory / role)
-    cases = {name: (groups(policy, B, seed=4), small_config(**settings)) for name, (B, settings) in CASES.items()}
+    cases = {name: (groups(policy, B, seed=4), small_config(**settings))
+             for name, (B, settings) in CASES.items()}
     (directory / "in.pkl").write_bytes(pickle.dumps({"model": tiny_model, "cases": cases}))
     save_checkpoint(directory / "node0" / "checkpoints", 3, {}, {}, keep=1)
     with socket.socket() as s:

@@ -292,6 +292,20 @@ def test_nothing_names_this_machine_or_a_package_registry():
 
 
 @by_shipped_name
+def test_text_is_utf_8_whatever_the_locale(file):
+    for node in ast.walk(tree(file)):
+        if not isinstance(node, ast.Call):
+            continue
+        where, given = f"{file.name}:{node.lineno}: {called(node)}", {k.arg for k in node.keywords}
+        binary = re.search(r"'[rwax+]*b[rwax+]*'", ast.unparse(node))
+        text = called(node).endswith((".read_text", ".write_text"))
+        if text or called(node) in ("open", "io.open", "os.fdopen") and not binary:
+            assert "encoding" in given, f"{where} without encoding="
+        if called(node).startswith("subprocess."):
+            assert not given & {"text", "universal_newlines"}, f"{where}: say encoding= and not text="
+
+
+@by_shipped_name
 def test_every_setting_has_a_default_and_a_comment_that_becomes_its_help(file):
     lines = file.read_text().splitlines()
     for cls in tree(file).body:

@@ -14,6 +14,7 @@ download, connection, http_5xx, timeout; model (a model's server); verdict (the 
 browser (any other error of Playwright's), closed (the pool is ending).
 """
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -167,6 +168,7 @@ class Chromium:
         except Exception as e:                    # it has no type of its own for a driver that ends at once
             raise ConnectionError(f"Playwright's driver did not start, connection closed: {e}") from e
         self.driver = started_last(self.thread)
+        asyncio.get_running_loop().set_exception_handler(not_the_drivers_end)
 
     def _connect(self, args: list[str]):
         """A browser of `playwright run-server --unsafe`, wherever that runs; UserError where it does not have
@@ -255,6 +257,13 @@ class Chromium:
         return kind
 
 
+def not_the_drivers_end(loop, context: dict) -> None:
+    """What asyncio has to say of Playwright's loop, but for the end of the driver: the call that raises tells
+    of it, and a future of Playwright's that nobody waits for tells once more."""
+    if "reading from the driver" not in str(context.get("exception")):
+        loop.default_exception_handler(context)
+
+
 def end_tree(process) -> None:
     """Kill a process and all below it, as far as they are still there."""
     for p in [process, *below(process)] if process else ():
@@ -272,6 +281,6 @@ def below(process=None) -> list:
 def started_last(thread: int):
     """The process that one of our threads started last, where the system tells (Linux); else None."""
     with contextlib.suppress(IndexError, *UNREADABLE):
-        children = Path(f"/proc/self/task/{thread}/children").read_text().split()
+        children = Path(f"/proc/self/task/{thread}/children").read_text(encoding="utf-8").split()
         return psutil.Process(int(children[-1]))
     return None

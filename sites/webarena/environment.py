@@ -354,8 +354,8 @@ class Judge:
 
 
 def make(cfg) -> WebArena:
-    """The environment of a stage's Config (web.environment.RolloutConfig); without a judge_model there is no judge.
-    """
+    """The environment of a stage's Config (web.environment.RolloutConfig); without a judge_model there is no
+    judge. """
     judge = Judge(lambda: Client(cfg.judge_model, cfg.judge_base_url, cfg.judge_api, retries=4,
                                  cache_dir=cfg.judge_cache), load_prompts(cfg.prompts))
     return WebArena(cfg.tasks, cfg.sites, cfg.profile, cfg.also, judge if cfg.judge_model else None, cfg.auth,

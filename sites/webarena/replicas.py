@@ -135,7 +135,8 @@ def reset(replica: Replica, timeout: float) -> None:
         fetch(what, timeout=timeout)
         return
     try:
-        done = subprocess.run(shlex.split(what), capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(shlex.split(what), capture_output=True, encoding="utf-8", errors="replace",
+                              timeout=timeout)
     except (OSError, subprocess.TimeoutExpired) as e:
         raise SiteError(f"reset of {replica.site} at {replica.address}: {e}") from None
     if done.returncode:
@@ -241,7 +242,7 @@ def _lock(path: Path, exclusive: bool) -> int | None:
 
 def _read_state(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):   # nobody has been there yet
         return {"order": 0, "dirty": False}
 
@@ -291,7 +292,7 @@ def log_in(context, replica: Replica, account: tuple[str, str], folder: str = ""
     page = context.new_page()
     try:
         for file in _states(folder, own, replica.site):
-            context.add_cookies(json.loads(file.read_text())["cookies"])
+            context.add_cookies(json.loads(file.read_text(encoding="utf-8"))["cookies"])
             if _is_inside(page, replica, account[0]):
                 return
         _fill_in(page, replica, account)

@@ -1,5 +1,5 @@
-"""model/update.py with the paper's objective through the real policy: against a plain loop over samples, and what
-the gradient must and must not depend on."""
+"""model/update.py with the paper's objective through the real policy: against a plain loop over samples, and
+what the gradient must and must not depend on."""
 
 import dataclasses
 import math
@@ -136,7 +136,8 @@ def test_a_token_budget_is_no_part_of_the_objective(make_policy, batch):
     policy = make_policy()
     wanted = gradients(policy, batch, small_config(micro_batch=9))[0][0]
     longest = max(len(s.prompt_ids) + len(s.response_ids) for s in samples_of(batch))
-    assert_close(gradients(policy, batch, small_config(micro_batch=9, micro_tokens=2 * longest))[0][0], wanted)
+    cut = small_config(micro_batch=9, micro_tokens=2 * longest)
+    assert_close(gradients(policy, batch, cut)[0][0], wanted)
 
 
 def elsewhere(batch, shift):
@@ -147,7 +148,7 @@ def elsewhere(batch, shift):
 
 def test_the_mismatch_of_sampler_and_trainer_is_logged_and_may_weight_the_terms(make_policy, batch):
     policy = make_policy()
-    drawn = [dataclasses.replace(row, sample=s) for row, s in zip(batch, draw(policy, 9))]               # by this very policy
+    drawn = [dataclasses.replace(row, sample=s) for row, s in zip(batch, draw(policy, 9))]
     (plain, _), stats = gradients(policy, drawn, small_config())
     assert stats["mismatch"] < 1e-5
     (same, _), stats = gradients(policy, elsewhere(drawn, -0.5), small_config())
@@ -163,7 +164,7 @@ def test_drawn_ahead_of_an_update_the_ratio_is_to_the_sampler(make_policy, batch
     policy = make_policy()
     drawn = [dataclasses.replace(row, sample=s) for row, s in zip(batch, draw(policy, 9))]
     (fresh, _), _ = gradients(policy, drawn, small_config())
-    assert_close(gradients(policy, drawn, small_config(pipeline=1))[0][0], fresh)      # sampler and trainer are one
+    assert_close(gradients(policy, drawn, small_config(pipeline=1))[0][0], fresh)
     (stale, _), stats = gradients(policy, elsewhere(drawn, -0.1), small_config(pipeline=1))
     assert_close(stale, math.exp(0.1) * fresh)                       # all ratios exp(0.1), within the clip
     assert stats["ratio_max"] == pytest.approx(math.exp(0.1), rel=1e-4)
@@ -179,7 +180,7 @@ def test_samples_of_advantage_zero_are_not_run_and_change_no_bit(make_policy, ba
     monkeypatch.setattr(policy, "logp", lambda samples, T, **k: run.extend(samples) or logp(samples, T, **k))
     with_zeros, stats = gradients(policy, batch, small_config())
     assert len(run) == 2 * stats["trained"] == 2 * 6
-    without, _ = gradients(policy, chosen(batch, [i for i, row in enumerate(batch) if row.adv]), small_config())
+    without, _ = gradients(policy, [row for row in batch if row.adv], small_config())
     assert all(torch.equal(a, b) for a, b in zip(with_zeros, without))
     # and that is what running them would give: a KL term of weight zero runs them all
     assert_close(gradients(policy, batch, small_config(beta=1e-30))[0][0], with_zeros[0])
@@ -187,7 +188,7 @@ def test_samples_of_advantage_zero_are_not_run_and_change_no_bit(make_policy, ba
 
 def test_ratio_is_one_in_pass_1_with_dropout_configured(make_policy, batch):
     policy = make_policy(dropout=0.5, checkpointing=True)
-    stats = gradients(policy, batch, small_config(passes=2))[1]   # pass 2 recomputes: the weights did not move here
+    stats = gradients(policy, batch, small_config(passes=2))[1]   # pass 2: the weights did not move
     assert abs(stats["ratio_max"] - 1) < 1e-6 and stats["clip"] == 0
     plain = gradients(make_policy(), batch, small_config(passes=1))[0][0]
     assert_close(gradients(policy, batch, small_config(passes=1))[0][0], plain)

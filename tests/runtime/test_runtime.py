@@ -1,10 +1,15 @@
 """runtime.py: what a command line becomes, what an error says, and files that a kill cannot spoil."""
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
+import re
+import socket
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,14 +51,43 @@ def test_a_command_line_becomes_a_config():
 
 
 @pytest.mark.parametrize("argv, said", [
-    ([], "required: --path"), (["--path", "x", "--m", "1"], "unrecognized arguments: --m"),
-    (["--path", "x", "--rat", "1"], "unrecognized arguments: --rat"),
+    ([], "required: --path"), (["--path", "x", "--zz", "1"], "--zz is no option: --help shows all"),
+    (["--path", "x", "--rat", "1"], "--rat is no option: did you mean --rate?"),
+    (["--path", "x", "--rat=1", "--Wide-", "true"], "--Wide- is no option: did you mean --wide?"),
+    (["--path", "x", "--N", "1"], "--N is no option: did you mean --n?"),
+    (["--path", "x", "--pre-set", "demo"], "--pre-set is no option: did you mean --preset?"),
+    (["--path", "x", "word"], "word: no words without an option are taken here"),
     (["--path", "x", "--n", "many"], "invalid int"),
     (["--path", "x", "--wide", "yes"], "neither true nor false")])
-def test_a_wrong_command_line_ends_with_2_and_says_what(argv, said, capsys):
-    with pytest.raises(SystemExit) as e:
+def test_a_wrong_command_line_is_one_line_that_says_what(argv, said, capsys, monkeypatch):
+    with pytest.raises(UserError, match=re.escape(said)):
         parse_args(Config, argv, "p", "none")
-    assert e.value.code == 2 and said in capsys.readouterr().err
+
+    def main(cfg: Config):
+        raise AssertionError("it ran")
+    monkeypatch.setattr(sys, "argv", ["stage.py", *argv])
+    with pytest.raises(SystemExit) as e:
+        launch(main)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.startswith("stage.py: ") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["one", "x"], "path='x'"), (["one", "x", "y,z", "--n", "7", "w"], "path='x,y,z,w'"),
+    (["two", "x", "--n", "7", "y"], "path='x', run='y', n=7"), (["two", "x"], "x: 2 words"),
+    (["two", "x", "y", "z"], "x y z: 2 words"), (["two", "x", "y", "--run", "z"], "--run is given already"),
+    (["three", "--path", "x"], "three is no subcommand: there are one, two"),
+    (["tow", "--path", "x"], "tow is no subcommand: did you mean two?")])
+def test_words_without_an_option(argv, said, capsys, monkeypatch):
+    def one(cfg: Config):
+        print(cfg)
+
+    def two(cfg: Config):
+        print(cfg)
+    monkeypatch.setattr(sys, "argv", ["stage.py", *argv])
+    with pytest.raises(SystemExit):
+        launch(lambda cfg: None, one, two, words={"one": ("path",), "two": ("path", "run")})
+    assert said in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("Config", [sft.Config, grpo_hier.Config])
@@ -161,18 +195,103 @@ def test_ctrl_c_says_how_to_go_on(capsys, monkeypatch):
 
 def test_a_run_directory_belongs_to_one_set_of_settings(tmp_path):
     run = str(tmp_path / "run")
-    open_run(run, Config("x"), free=("n",))
-    open_run(run, Config("x", n=9), free=("n",))
+
+    def enter(cfg):
+        with open_run(run, cfg, free=("n",)) as path:
+            assert path == Path(run)
+    enter(Config("x"))
+    enter(Config("x", n=9))
     with pytest.raises(UserError, match=r"other settings \(rate\)"):
-        open_run(run, Config("x", rate=1.0), free=("n",))
+        enter(Config("x", rate=1.0))
+    for text, said in (("[]", "no JSON object"), ('{"a": ', "config.json"), ("{}", "other settings")):
+        Path(run, "config.json").write_text(text)
+        with pytest.raises(UserError, match=said):
+            enter(Config("x"))
+    (tmp_path / "file").touch()
+    run = str(tmp_path / "file")
+    with pytest.raises(UserError, match="can be made"):
+        enter(Config("x"))
 
 
-def test_one_process_at_a_time(tmp_path):
-    with only_process(tmp_path / "f"):
-        with pytest.raises(UserError, match="another process"), only_process(tmp_path / "f"):
+@pytest.mark.parametrize("name", ["f", "directory"])
+def test_one_process_at_a_time(tmp_path, name):
+    (tmp_path / "directory").mkdir()
+    me = f"{tmp_path / name} is held by another run, process {os.getpid()} on {socket.gethostname()};"
+    for _ in range(2):
+        with only_process(tmp_path / name):
+            with pytest.raises(UserError, match=re.escape(me)), only_process(tmp_path / name):
+                raise AssertionError("both are in")
+    with pytest.raises(RuntimeError), only_process(tmp_path / name):
+        raise RuntimeError("it ends badly")
+    with only_process(tmp_path / name):
+        assert {p.name for p in tmp_path.rglob("*")} == {"directory", "f.lock" if name == "f" else ".lock"}
+
+
+HOLD = """
+import multiprocessing, os, sys, time
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from runtime import only_process
+with only_process(Path({path!r})):
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_process_holds_nothing_and_its_workers_neither(tmp_path):
+    code = HOLD.format(root=str(runtime.ROOT), path=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    worker = int(process.stdout.readline())
+    try:
+        with pytest.raises(UserError, match=f"process {process.pid} on"), only_process(tmp_path):
             raise AssertionError("both are in")
-    with only_process(tmp_path / "f"):
-        assert (tmp_path / "f.lock").exists()
+        process.kill()
+        process.wait()
+        os.kill(worker, 0)                        # it lives on
+        with only_process(tmp_path):
+            assert str(os.getpid()) in (tmp_path / ".lock").read_text()
+    finally:
+        os.kill(worker, 9)
+        process.stdout.close()
+
+
+RANK = """
+import sys
+from dataclasses import dataclass
+sys.path.insert(0, {root!r})
+from runtime import launch, open_run, process_group
+@dataclass
+class Config:
+    run_dir: str = ""  # where
+def main(cfg: Config):
+    with process_group() as world, open_run(cfg.run_dir, cfg, world) as run:
+        print(world.rank, "is in", run)
+launch(main)
+"""
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_all_ranks_are_in_or_say_who_holds_the_directory(tmp_path, held):
+    file, run = tmp_path / "rank.py", tmp_path / "run"
+    file.write_text(RANK.format(root=str(runtime.ROOT)))
+    run.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    with only_process(run) if held else contextlib.nullcontext():
+        ranks = [subprocess.Popen([sys.executable, str(file), "--run_dir", str(run)], text=True,
+                                  env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE) for rank in (0, 1)]
+        told = [rank.communicate(timeout=120) for rank in ranks]
+    for n, (rank, (out, err)) in enumerate(zip(ranks, told)):
+        if held:
+            me = f"process {os.getpid()} on {socket.gethostname()}"
+            assert (rank.returncode, out, err.count("\n")) == (2, "", 1), err
+            assert err.startswith(f"rank.py: {run} is held by another run, {me};")
+        else:
+            assert (rank.returncode, out) == (0, f"{n} is in {run}\n"), err
+    assert (run / "config.json").exists() == (not held)
 
 
 def test_lines_survive_a_kill_and_a_broken_one_is_named(tmp_path):

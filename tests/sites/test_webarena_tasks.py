@@ -181,7 +181,8 @@ def test_make_reads_a_stages_config_and_asks_for_a_key_only_where_a_judge_is_nee
     sites = written(tmp_path / "sites.json", {"reddit": "http://127.0.0.1:1"})
     env = web_environment.load_environment(Stage(tasks=written(tmp_path / "plain.json", [GOOD]), sites=sites))
     assert len(env.tasks("any")) == 1 and env.profiles == ["vab", "fixed", "webarena"]
-    env = web_environment.load_environment(Stage(tasks=written(tmp_path / "judged.json", [judged]), sites=sites))
+    judged_file = written(tmp_path / "judged.json", [judged])
+    env = web_environment.load_environment(Stage(tasks=judged_file, sites=sites))
     with pytest.raises(UserError, match="OPENAI_API_KEY"):
         env.tasks("any")
 
