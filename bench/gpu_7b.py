@@ -39,11 +39,11 @@ import data  # noqa: E402  (the project root is not a package)
 import flops  # noqa: E402
 import grpo_hier  # noqa: E402
 import model.backbone as room  # noqa: E402
-from policy import Policy  # noqa: E402
 import runtime  # noqa: E402
 import sft as stage_2  # noqa: E402
 from attention import group_windows, separate_records  # noqa: E402
 from demo import tiny_model  # noqa: E402
+from policy import Policy  # noqa: E402
 
 IMAGE_ID, LAYERS = 151655, 28
 

@@ -27,8 +27,8 @@ def load_config(path):
     need_checkpoint(path)
     config = AutoConfig.from_pretrained(path)
     if config.model_type != "qwen2_5_vl":
-        raise UserError(f"checkpoint {path} is a {config.model_type} model; every role needs a qwen2_5_vl one: "
-                        f"give the directory of a Qwen2.5-VL checkpoint")
+        raise UserError(f"checkpoint {path} is a {config.model_type} model; every role needs a qwen2_5_vl "
+                        f"one: give the directory of a Qwen2.5-VL checkpoint")
     return config
 
 
@@ -67,7 +67,7 @@ def forward_hidden(model, inputs: dict) -> torch.Tensor:
     return model.model(**inputs, use_cache=False).last_hidden_state
 
 
-# -------------------------------------------------------------------------------------------- base and adapter
+# ------------------------------------------------------------------------------------------- base and adapter
 class Adapted:
     """A role's frozen base and the adapter of its name. Always in eval mode, so dropout never acts."""
 

@@ -4,8 +4,9 @@
     python tests/mutants.py --only clip    # those with "clip" in their name
 
 Each fault is one piece of source, replaced in a copy of the project. The copy's tests of the equations run,
-then those of the update and of the policy, until one fails; a line per fault says which. A fault that no test
-notices is a gap in the tests. The last line is JSON: {"mutants": how many, "caught": how many were noticed}.
+then those of the update, of the policy and of the critic, until one fails; a line per fault says which. A
+fault that no test notices is a gap in the tests. The last line is JSON: {"mutants": how many, "caught": how
+many were noticed}.
 """
 
 import json
@@ -23,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import runtime  # noqa: E402  (the project root is not a package)
 
-TESTS = ("test_equations", "test_grpo_hier", "test_policy")
+TESTS = ("test_equations", "test_grpo_hier", "test_policy", "test_critic")
+FIRST = {"policy": "test_policy", "inputs": "test_policy", "backbone": "test_policy", "critic": "test_critic"}
 # file: name of the fault; the source it replaces, which occurs once (test_house.py looks); its replacement
 FAULTS = r"""
 grpo_hier.py: population std
@@ -223,14 +225,14 @@ policy.py: log-prob gradient of the chosen token only
 + W_VH[y].float())
 
 policy.py: log-probs one position late
-- at.append([P - 1, *range(start, end - 1)][:end - start])
-+ at.append([P, *range(start + 1, end)][:end - start])
+- range(len(s.prompt_ids) - 1, len(s.prompt_ids) - 1 + n)
++ range(len(s.prompt_ids), len(s.prompt_ids) + n)
 
-policy.py: responses behind one prompt see each other
+model/backbone.py: responses behind one prompt see each other
 - mask_NSS = ((of == 0) | (of == by)) &
 + mask_NSS = (of >= 0) &
 
-policy.py: positions run on from the response before
+model/backbone.py: positions run on from the response before
 -             position_3NS[:, r, start:end] -= before
 +
 
@@ -238,7 +240,7 @@ policy.py: sampled end left out
 - return Sample(prompt_ids, q.png, image_size, response_ids, logp, text, cut, seen)
 + return Sample(prompt_ids, q.png, image_size, response_ids[:-1], logp[:-1], text, cut, seen)
 
-policy.py: only one end is known
+model/inputs.py: only one end is known
 - sorted({self.end_id, self.pad_id})
 + [self.end_id]
 
@@ -254,7 +256,7 @@ policy.py: positions of new tokens one late
 - inputs["position_ids"][0, :, -1][rows] + 1
 + inputs["position_ids"][0, :, -1][rows] + 2
 
-policy.py: features of another screenshot
+model/backbone.py: features of another screenshot
 - return [seen[png] for png in pngs]
 + return [seen[png] for png in pngs[::-1]]
 
@@ -262,19 +264,19 @@ policy.py: a twin shares the adapter
 - if id(p) not in own}
 + }
 
-policy.py: attention to padding
+model/inputs.py: attention to padding
 - ids[i, at], mask[i, at] = torch.tensor(row), 1
 + ids[i, at], mask[i] = torch.tensor(row), 1
 
-policy.py: image types forgotten
+model/inputs.py: image types forgotten
 - "mm_token_type_ids": (ids == self.image_id).long()
 + "mm_token_type_ids": torch.zeros_like(ids)
 
-policy.py: images in another order
+model/inputs.py: images in another order
 - for png in pngs], return_tensors
 + for png in pngs[::-1]], return_tensors
 
-policy.py: missing token types accepted
+model/backbone.py: missing token types accepted
 - if "mm_token_type_ids" not in inputs:
 + if False:
 
@@ -286,33 +288,57 @@ policy.py: one seed for all requests
 - manual_seed(s) for s in seeds]
 + manual_seed(0) for s in seeds]
 
-policy.py: response written again from its text
+model/backbone.py: response written again from its text
 - tails[r] += s.response_ids
 + tails[r] += self.inputs.tokenizer(s.text)["input_ids"]
 
-policy.py: dropout acts
+model/backbone.py: dropout acts
 - adapter_name=role).eval()
 + adapter_name=role).train()
 
-policy.py: LoRA on the vision tower too
+model/backbone.py: LoRA on the vision tower too
 - r".*language_model.*\.(q_proj
 + r".*\.(q_proj
 
-policy.py: reference with the adapter
+model/backbone.py: reference with the adapter
 - self.peft.disable_adapter() if reference
 + torch.no_grad() if reference
 
-policy.py: any adapter name accepted
+model/backbone.py: any adapter name accepted
 - if role in n.split(".")]
 + if False]
 
-policy.py: adapter of another scale accepted
+model/backbone.py: adapter of another scale accepted
 - if (saved["r"], saved["lora_alpha"]) != (own.r, own.lora_alpha):
 + if saved["r"] != own.r:
 
-policy.py: adapter that does not fit accepted
--         if mine != set(state):
+model/backbone.py: adapter that does not fit accepted
+-         if set(mine) != set(state):
 +         if False:
+
+model/backbone.py: numbers that are not finite accepted
+- if not tensor.isfinite().all():
++ if False:
+
+model/backbone.py: read in the response before
+- else p + before for p in positions]
++ else p for p in positions]
+
+model/critic.py: heads are not zero at first
+- torch.nn.Parameter(torch.zeros(
++ torch.nn.Parameter(torch.ones(
+
+model/critic.py: the last token that is asked for is cut off
+- max(asked, default=0) + 1 - P
++ max(asked, default=0) - P
+
+model/critic.py: estimates in the order of the passes
+- return [rows[i] for i in range(len(samples))]
++ return [rows[i] for i in order]
+
+model/critic.py: heads are not trained
+- return self.adapter() | {f"heads.{name}": p for name, p in self.heads.items()}
++ return self.adapter()
 
 sft.py: SFT loss as a mean per micro-batch
 - return -logp_n.sum() / n_tokens
@@ -347,7 +373,7 @@ MUTANTS = read_faults(FAULTS)
 
 def copy(directory: Path) -> None:
     """The sources and the tests that are run; no data, no environment."""
-    for pattern in ("*.py", "pyproject.toml", "demo/*", "bench/*.py", "tests/*.py"):
+    for pattern in ("*.py", "model/*.py", "pyproject.toml", "demo/*", "bench/*.py", "tests/*.py"):
         for file in ROOT.glob(pattern):
             if file.is_file():
                 target = directory / file.relative_to(ROOT)
@@ -357,7 +383,7 @@ def copy(directory: Path) -> None:
 
 def first_failure(directory: Path, about: str = "") -> str:
     """The first test that fails in a copy, "" when all pass; those of the room `about` run first."""
-    for name in TESTS[::-1] if about == "policy" else TESTS:
+    for name in sorted(TESTS, key=lambda name: name != FIRST.get(about)):
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{name}.py"]
         process = subprocess.run(command, cwd=directory, capture_output=True, text=True)
         if process.returncode:
