@@ -1,9 +1,13 @@
 """A role's network, and who generates with it.
 
-    policy.py     a role's distribution over tokens: samples and log-probs; begin here
+    roles.py      roles as data: checkpoint, temperature, policy or critic or on a server; begin here
     backbone.py   what policy and critic share: a frozen Qwen2.5-VL with one LoRA adapter
+    policy.py     a distribution over tokens: samples and log-probs
+    critic.py     values at token positions, by named heads
+    update.py     one role's optimizer steps on a rollout batch, whatever its objective is
     inputs.py     a response (Sample), and texts and screenshots -> ids and tensors
+    paths.py      checkpoints and adapters: which directory is meant, and what is read from it
     engine.py     who generates in stage 3: this process or a fleet of vLLM servers
     remote.py     models on OpenAI-compatible servers as roles; llm.py asks such a server one question
-    attention.py, flops.py   packed rows; operations counted
+    attention.py  packed rows; flops.py counts operations
 """

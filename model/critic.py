@@ -1,18 +1,17 @@
-"""A critic: values of (prompt, screenshot, response) at asked token positions, by named heads on one
-backbone.
+"""A critic: values of (prompt, screenshot, response) at given tokens, by named heads on one backbone.
 
     critic = Critic(path, "critic", ("high", "keep", "low"), reads=actor.inputs)
     rows = critic.values(samples, [{"high": [41], "low": [41, 57]}, ...])     # with gradient
     rows[0]["low"]                                                           # (2,) float32
 
-A position counts from the first token of the prompt: len(s.prompt_ids) - 1 is the last token of the prompt,
-and a value there knows prompt and screenshot but nothing of the response. The base may have another size than
-that of the policy whose samples it reads. It takes their ids as they are, so it needs the same tokenizer,
-which all Qwen2.5-VL share, and must cut a screenshot into the same image tokens.
+A position counts from the first token of the prompt: len(s.prompt_ids) - 1 is the prompt's last token, and a
+value there knows prompt and screenshot but nothing of the response. The base may have another size than that
+of the policy whose samples it reads. It takes their ids as they are, so it needs the same tokenizer, which
+all Qwen2.5-VL share, and must cut a screenshot into the same image tokens.
 
 A head is linear, in float32 and zero at first: every value is exactly 0, and the first step moves the heads
-alone, the second one the adapter as well. In a directory: the adapter as a policy saves it, and
-heads.safetensors. """
+alone, the second one the adapter as well. On disk: the adapter as a policy saves it, and heads.safetensors.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -36,11 +35,11 @@ def need_critic(path, of) -> None:
 def need_same_ids(critic: Inputs, policy: Inputs) -> None:
     """UserError unless both make the same ids of a text and a screenshot."""
     if critic.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise UserError(f"critic {critic.path}: its tokenizer is not that of {policy.path}, whose samples it is to "
-                        f"read; give a Qwen2.5-VL checkpoint with the same tokenizer")
+        raise UserError(f"critic {critic.path}: its tokenizer is not that of {policy.path}, whose samples "
+                        f"it reads; give a Qwen2.5-VL checkpoint with the same tokenizer")
     if critic.cutting() != policy.cutting():
-        raise UserError(f"critic {critic.path}: it cuts screenshots into other tokens than {policy.path}; copy "
-                        f"preprocessor_config.json from there")
+        raise UserError(f"critic {critic.path}: it cuts screenshots into other tokens than {policy.path}; "
+                        f"copy preprocessor_config.json from there")
 
 
 class Critic(Adapted):

@@ -1,7 +1,9 @@
 """What is on disk between the stages; the docstring of the file that writes an artefact defines its fields.
 
+    episode.py        a task's plans, episodes and steps in memory; begin here
+    episode_log.py    the same in episodes.jsonl and screenshots, written by stages 3 and 4
+    training_log.py   log.jsonl, one object per rollout batch
+    results.py        result files and the statistics on them; viewer.html shows every episode
     trajectories.py   GUI recordings, stage 1's decompositions
     examples.py       recordings -> stage 2's training examples
-    episode_log.py    episodes.jsonl and screenshots, written by stages 3 and 4; begin here
-    results.py        result files and the statistics on them; viewer.html shows every episode
 """

@@ -4,8 +4,9 @@
     python tests/mutants.py --only clip    # those with "clip" in their name
 
 Each fault is one piece of source, replaced in a copy of the project. The copy's tests of the equations run,
-then those of the update and of the policy, until one fails; a line per fault says which. A fault that no test
-notices is a gap in the tests. The last line is JSON: {"mutants": how many, "caught": how many were noticed}.
+then those of the update, of the policy and of the critic, until one fails; a line per fault says which. A
+fault that no test notices is a gap in the tests. The last line is JSON: {"mutants": how many, "caught": how
+many were noticed}.
 """
 
 import json
@@ -23,7 +24,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import runtime
 
-TESTS = ("test_equations", "test_grpo_hier", "model/test_policy")
+TESTS = ("test_equations", "test_grpo_hier", "model/test_update", "model/test_policy", "model/test_critic")
+FIRST = {"policy": "model/test_policy", "inputs": "model/test_policy", "backbone": "model/test_policy",
+         "critic": "model/test_critic", "update": "model/test_update"}       # whose tests notice soonest
 # file: name of the fault; the source it replaces, which occurs once (test_house.py looks); its replacement
 FAULTS = r"""
 grpo_hier.py: population std
@@ -63,24 +66,24 @@ grpo_hier.py: leave-one-out baseline
 +     d = torch.where(valid, x - mean, 0) * n / (n - 1).clamp(min=1)
 
 grpo_hier.py: the actor gets the decomposer's advantage
-- A.adv.append(float(adv_A_BKM[g, plan.k, episode.m]))
-+ A.adv.append(float(adv_D_BK[g, plan.k]))
+- [Row(step.sample, adv_A, len(e.steps)) for
++ [Row(step.sample, adv_D, len(e.steps)) for
 
 grpo_hier.py: advantage divided over the steps
-- A.adv.append(float(adv_A_BKM[g, plan.k, episode.m]))
-+ A.adv.append(float(adv_A_BKM[g, plan.k, episode.m]) / len(episode.steps))
+- [Row(step.sample, adv_A, len(e.steps)) for
++ [Row(step.sample, adv_A / len(e.steps), len(e.steps)) for
 
 grpo_hier.py: advantage of another plan
-- float(adv_A_BKM[g, plan.k, episode.m])
-+ float(adv_A_BKM[g, 0, episode.m])
+- adv_A = float(adv_A_BKM[g, k, m])
++ adv_A = float(adv_A_BKM[g, 0, m])
 
 grpo_hier.py: lost episodes are trained on
-- for step in episode.steps if episode.reward is not None else ():
-+ for step in episode.steps:
+-                 if e.reward is not None:
++                 if True:
 
 grpo_hier.py: T_ij is always 1
-- A.T.append(len(episode.steps))
-+ A.T.append(1)
+- [Row(step.sample, adv_A, len(e.steps)) for
++ [Row(step.sample, adv_A, 1) for
 
 grpo_hier.py: ratio upside down
 - (logp_NT - logp_old_NT).exp()
@@ -99,8 +102,8 @@ grpo_hier.py: clip from below only
 + .clamp(min=1 - eps)
 
 grpo_hier.py: clip without the min
-- torch.minimum(r_NT * adv_N[:, None], r_NT.clamp
-+ (r_NT.clamp
+- torch.minimum(r_NT * adv_NT, r_NT.clamp(1 - eps, 1 + eps) * adv_NT)
++ r_NT.clamp(1 - eps, 1 + eps) * adv_NT
 
 grpo_hier.py: clip wider above
 - .clamp(1 - eps, 1 + eps)
@@ -114,9 +117,9 @@ grpo_hier.py: KL is rewarded
 - term_NT - cfg.beta * kl_NT
 + term_NT + cfg.beta * kl_NT
 
-grpo_hier.py: KL to the policy itself
-- policy.logp(samples, T, reference=True)
-+ policy.logp(samples, T)
+model/update.py: KL to the policy itself
+- self.policy.logp(samples, self.T, reference=True)
++ self.policy.logp(samples, self.T)
 
 grpo_hier.py: actor loss not divided by M
 - / (B * K * M * C_A)
@@ -143,8 +146,8 @@ grpo_hier.py: decomposer loss not divided by K
 + / (B * C_D)
 
 grpo_hier.py: decomposer loss divided by M
-- return loss_D(term_NT, mask_NT, B, K, cfg
-+ return loss_D(term_NT, mask_NT, B, K * cfg.M, cfg
+- loss_D(term_NT, m.mask_NT, B, cfg.plans, cfg
++ loss_D(term_NT, m.mask_NT, B, cfg.plans * cfg.M, cfg
 
 grpo_hier.py: printed plan loss not divided by its length
 - / mask_NT.sum(1).clamp(min=1)).sum() / (B * K)
@@ -155,30 +158,32 @@ grpo_hier.py: C_A without max steps
 + cfg.max_tokens_A)
 
 grpo_hier.py: difference of the two losses
-- return L_A + L_D
-+ return L_A - L_D
+-     return sum(L)
++     return L[0] - sum(L[1:])
 
-grpo_hier.py: padding is trained on
+model/update.py: padding is trained on
 - torch.ones_like(r.detach()) for r in rows], batch_first=True)
 + torch.ones_like(r.detach()) for r in rows], batch_first=True, padding_value=1)
 
 grpo_hier.py: temperature of the other role
-- if policy.role == "actor" else cfg.temperature_D
-+ if policy.role != "actor" else cfg.temperature_D
+- temperature=cfg.temperature_D,
++ temperature=cfg.temperature_A,
 
-grpo_hier.py: old log-probs renewed in pass 2
--             if step == 0:
-+             if True:
+model/update.py: old log-probs renewed in pass 2
+-         if first:
+-             self.remember
++         if True:
++             self.remember
 
-grpo_hier.py: gradient of pass 1 kept
+model/update.py: gradient of pass 1 kept
 - p.grad = torch.zeros_like(p)
 + p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
-grpo_hier.py: gradients not summed over ranks
+model/update.py: gradients not summed over ranks
 -     all_reduce_flat_([p.grad for p in parameters])
-+
++ 
 
-grpo_hier.py: last micro-batch dropped
+model/update.py: last micro-batch dropped
 - return [part for part in parts if part]
 + return parts[:-1]
 
@@ -190,21 +195,21 @@ grpo_hier.py: importance weight upside down
 - (logp_old_NT - logp_sampler_NT).exp()
 + (logp_sampler_NT - logp_old_NT).exp()
 
-grpo_hier.py: drawn ahead, old log-probs are the trainer's
-- if cfg.pipeline     # they have
-+ if False            # they have
+model/update.py: drawn ahead, old log-probs are the trainer's
+- self.sampler[i] if self.cfg.pipeline else row.detach()
++ row.detach()
 
-grpo_hier.py: statistics of one rank only
-- sums = torch.tensor(gather_objects(sums.tolist(), world)).sum(0)
-+ sums = sums
+model/update.py: statistics of one rank only
+- sum(rank[0][name] for rank in every) for name in sums
++ every[0][0][name] for name in sums
 
-bookkeeping.py: optimizer not restored
+runtime/checkpoints.py: optimizer not restored
 -             optimizer.load_state_dict(
 +             str(
 
-grpo_hier.py: schedule depends on the number of ranks
-- random.Random(f"{cfg.seed} {epoch}")
-+ random.Random(f"{cfg.seed} {epoch} {world_size}")
+runtime/batches.py: schedule depends on the number of ranks
+- random.Random(f"{seed} {epoch}")
++ random.Random(f"{seed} {epoch} {size}")
 
 model/policy.py: temperature forgotten
 - (logits.float() / T).index_fill_
@@ -314,6 +319,30 @@ model/backbone.py: adapter that does not fit accepted
 -         if differ := mine.keys() ^ state.keys():
 +         if False:
 
+model/paths.py: numbers that are not finite accepted
+-     if bad := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
++     if bad := []:
+
+model/backbone.py: read in the response before
+- else p + before for p in positions]
++ else p for p in positions]
+
+model/critic.py: heads are not zero at first
+- torch.nn.Parameter(torch.zeros(
++ torch.nn.Parameter(torch.ones(
+
+model/critic.py: the last token that is asked for is cut off
+- max(asked, default=0) + 1 - P
++ max(asked, default=0) - P
+
+model/critic.py: estimates in the order of the passes
+- return [rows[i] for i in range(len(samples))]
++ return [rows[i] for i in order]
+
+model/critic.py: heads are not trained
+- return self.adapter() | {f"heads.{name}": p for name, p in self.heads.items()}
++ return self.adapter()
+
 sft.py: SFT loss as a mean per micro-batch
 - return -logp_n.sum() / n_tokens
 + return -logp_n.mean()
@@ -357,7 +386,7 @@ def copy(directory: Path) -> None:
 
 def first_failure(directory: Path, about: str = "") -> str:
     """The first test that fails in a copy, "" when all pass; those of the room `about` run first."""
-    for name in TESTS[::-1] if about == "policy" else TESTS:
+    for name in sorted(TESTS, key=lambda name: name != FIRST.get(about)):
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{name}.py"]
         process = subprocess.run(command, cwd=directory, capture_output=True, text=True)
         if process.returncode:
