@@ -40,7 +40,7 @@ class Config:
 
 
 SUBMIT = """() => {
-    const name = /^(submit|ok|okay|search|login|order!|go!|buy|agree|yes|one|click me!)$/i;
+    const name = /^(submit|ok|okay|search|login|order!|go!|buy|agree|yes)$/i;
     const there = [...document.querySelectorAll('#area button, .ui-dialog button, .final, .ui-submit')];
     const found = there.filter(e => name.test(e.textContent.trim()) && e.getClientRects().length)[0];
     if (found) found.click();
@@ -238,22 +238,25 @@ def terminal(page, right: bool) -> None:
     page.keyboard.press("Enter")
 
 
-# Where these two are in their ten seconds is told by the page's clock, which is wound on by hand.
+# The ten seconds of these two are the page's own clock, which is wound on by hand.
+CIRCLES = """kind => [...document.querySelectorAll(kind)]
+    .map(e => [Number(e.getAttribute('cx')) + 2, Number(e.getAttribute('cy')) + 52])
+    .find(([x, y]) => x > 4 && x < 156 && y > 54 && y < 208)"""
+
+
 def chase_circle(page, right: bool) -> None:
     """Follow the circle; the wrong answer loses it half way."""
-    for k in range(100):
-        page.clock.run_for(100)
-        page.mouse.move(*(spot(page, "#circ") if right or k < 50 else (0, 0)))
+    for k in range(68):
+        page.clock.run_for(150)
+        page.mouse.move(*(page.evaluate(CIRCLES, "#circ") if right or k < 34 else (0, 0)))
 
 
 def moving_items(page, right: bool) -> None:
     """Click a circle whenever one is in sight, all ten or all but one."""
     left = 10 if right else 9
-    for _ in range(100):
-        page.clock.run_for(100)
-        at = page.evaluate("""() => [...document.querySelectorAll('.item')].map(e => e.getBoundingClientRect())
-            .map(box => [box.x + box.width / 2, box.y + box.height / 2])
-            .find(([x, y]) => x > 5 && x < 150 && y > 55 && y < 195)""")
+    for _ in range(68):
+        page.clock.run_for(150)
+        at = page.evaluate(CIRCLES, ".item")
         if at and left:
             page.mouse.click(*at)
             left -= 1
@@ -278,6 +281,9 @@ def begin(env: MiniWob, session: Session, task) -> None:
     if task.site in TIMED:
         session.page.clock.install()
         env.open(task, session)
+        session.page.clock.pause_at(session.page.evaluate("Date.now()") / 1000 + 0.1)
+        # Session's style makes every move a transition of 1 ms, which ends in a frame that need not come here
+        session.page.evaluate("document.adoptedStyleSheets = []")
         session.spoiled = True  # the next task gets a context whose clock is its own
 
 
