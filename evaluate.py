@@ -208,12 +208,17 @@ def summarise(lines: list[dict]) -> dict:
 
 
 def make_result(cfg: Config, lines: list[dict], texts: Prompts) -> dict:
-    """result.json: the summary by the profile that gives the reward, by all profiles, and the provenance."""
+    """result.json: the summary by the profile that gives the reward, by all profiles, and the provenance.
+
+    MiniWoB++ has one rule that gives the reward, and beside it the `raw>0` of published numbers.
+    """
     profiles = sorted({name for line in lines for name in line["rewards"]})
     by_profile = {name: summarise([line | {"reward": line["rewards"].get(name)} for line in lines])
                   for name in profiles}
-    return {"system": describe_system(cfg), "profile": cfg.profile if profiles else "the environment's own",
-            "judge": cfg.judge_model if profiles else "", "prompts_hash": texts.digest(),
+    own = "any raw reward above 0 (--any_reward)" if cfg.any_reward else "the environment's own"
+    judged = cfg.profile in profiles
+    return {"system": describe_system(cfg), "profile": cfg.profile if judged else own,
+            "judge": cfg.judge_model if judged else "", "prompts_hash": texts.digest(),
             "commit": ", ".join(sorted({line.get("commit", "") for line in lines})),
             **summarise(lines), "profiles": by_profile,
             "faults": dict(Counter(line["fault"] for line in lines if line["fault"])),

@@ -1,4 +1,4 @@
-"""MiniWoB++ as an environment: 130 small web pages in real Chromium, offline, with their own binary reward.
+"""MiniWoB++ as an environment: 130 small web pages in real Chromium, offline, judged by their own rewards.
 
 The PyPI package `miniwob` brings the pages; this file serves them on a loopback port and talks to their
 `core` object (an episode is a pure function of page and seed). A task is `page.seed`; its instruction is what
@@ -7,10 +7,14 @@ the page itself says. Splits are disjoint ranges of seeds: `demonstrations`, `tr
     env = MiniWob("choose-date-easy,grid-coordinate", instances=50)    # 160x210 pixels, the demo's size
     env = MiniWob("login-user", scale=3)                               # 480x630 pixels, for a real model
 
-The reward is 1 if the page ended the episode with a positive raw reward (MiniWoB++'s usual success; the time
-discount is left out), else 0. The pages' time limit is lifted, since an agent's thinking time is not part of
-the task, and their animations are off, so that one seed gives one screenshot. `use-colorwheel` rewards any
-colour a little and therefore always counts as a success.
+The reward is 1 or 0. Many pages pay a part of their reward for a part of the answer, or for one that is near;
+miniwob_rewards.py has the rule of success of each page and why: in most, the full raw reward (before the
+discount for time). A page that cannot be judged is refused. `any_reward` asks for the package's own meaning
+of success instead, a raw reward above 0, which wrong answers earn on two dozen pages; every verdict has it as
+`rewards["raw>0"]`, too, and the record of an episode has the raw reward itself (`details`).
+
+The pages' time limit is lifted, since an agent's thinking time is not part of the task, and their animations
+are off, so that one seed gives one screenshot.
 """
 
 # no dimensions here: everything is one page
@@ -21,11 +25,13 @@ import functools
 import http.server
 import importlib.util
 import io
+import math
 import re
 import threading
 from pathlib import Path
 
 from runtime import UserError
+from sites.miniwob_rewards import reaches, rule_of
 from web.environment import Environment, Task, Verdict
 
 SPLITS = {"demonstrations": 1_000_000, "train": 2_000_000, "eval": 3_000_000}  # first seed of each
@@ -38,7 +44,14 @@ STYLE = """
 html { overflow: hidden; background: white; }
 """
 # setTimeout holds a signed 32-bit number of milliseconds, so that is the longest time limit there is.
-START = """([seed, style]) => {
+# What must hold beside the reward (miniwob_rewards.py) is looked at when the page ends the episode: what a
+# step's further calls do to the page comes too late.
+START = """([seed, style, witness]) => {
+    const end = core.endEpisode;
+    core.endEpisode = (...how) => {
+        if (core.EP_TIMER !== null) window.witnessed = Boolean(new Function(`return ${witness}`)());
+        end(...how);
+    };
     const sheet = document.createElement('style');
     sheet.textContent = style;
     document.head.append(sheet);
@@ -53,9 +66,10 @@ UTTERANCE = """() => { const u = core.getUtterance(); return typeof u === 'strin
 
 class MiniWob(Environment):
     """Tasks of MiniWoB++ pages. `pages`: comma-separated names; `instances`: tasks of each page in a split;
-    `scale`: screenshot pixels per CSS pixel.
+    `scale`: screenshot pixels per CSS pixel; `any_reward`: any raw reward above 0 is a success.
 
-    Raises UserError for an unknown page, and where the package `miniwob` is not installed.
+    Raises UserError for an unknown page, for one that cannot be judged (unless `any_reward`), and where the
+    package `miniwob` is not installed.
     """
 
     name = "miniwob"
@@ -63,15 +77,20 @@ class MiniWob(Environment):
     fresh_context = False  # the pages keep nothing between two loads
     quick = True  # they do all that a click causes before it returns, or frame by frame; with_images
 
-    def __init__(self, pages: str = "choose-date-easy", instances: int = 100, scale: float = 1.0):
+    def __init__(self, pages: str = "choose-date-easy", instances: int = 100, scale: float = 1.0,
+                 any_reward: bool = False):
         self.pages = [p.strip() for p in pages.split(",") if p.strip()]
         self.root = html_root()
         for page in self.pages:
             check_page(page, self.root)
+            if rule_of(page).least is None and not any_reward:
+                raise UserError(f"the MiniWoB++ page {page!r} cannot be judged: {rule_of(page).why}; leave it "
+                                f"out, or take the package's own meaning of success with --any_reward true")
         if not self.pages or not 0 < instances <= SEEDS_PER_SPLIT or not scale > 0:
             raise UserError("MiniWoB++ needs a page (--tasks), 1 to a million --instances of each and a "
                             "positive --scale")
-        self.instances, self.scale = instances, scale
+        self.instances, self.scale, self.any_reward = instances, scale, any_reward
+        self.raw = {}                             # id of a session -> raw reward of its last verdict
         handler = functools.partial(_QuietFiles, directory=str(self.root))
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
@@ -98,7 +117,7 @@ class MiniWob(Environment):
         session.goto(f"{self.base}/miniwob/{task.data['page']}.html")
         page = session.page
         page.wait_for_function("() => typeof core !== 'undefined' && core.cover_div !== null")
-        page.evaluate(START, [task.seed, STYLE])
+        page.evaluate(START, [task.seed, STYLE, rule_of(task.data["page"]).witness or "true"])
         page.wait_for_function("() => WOB_TASK_READY")
         return page.evaluate(UTTERANCE)
 
@@ -107,15 +126,26 @@ class MiniWob(Environment):
         return bool(session.page.evaluate("() => typeof WOB_DONE_GLOBAL !== 'undefined' && WOB_DONE_GLOBAL"))
 
     def judge(self, task: Task, session, answer: str) -> Verdict:
-        """The page's own reward as 0 or 1; the answer plays no part."""
-        state = session.page.evaluate("() => typeof WOB_DONE_GLOBAL === 'undefined' ? null : "
-                                      "[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL, WOB_REWARD_REASON]")
+        """0 or 1 by the page's rule, or by `any_reward`; the answer plays no part."""
+        state = session.page.evaluate("() => typeof WOB_DONE_GLOBAL === 'undefined' ? null : [WOB_DONE_GLOBAL, "
+                                      "WOB_RAW_REWARD_GLOBAL, WOB_REWARD_REASON, window.witnessed]")
+        self.raw[id(session)] = None
         if state is None:
-            return Verdict(0.0, "the agent left the page")
-        done, raw, reason = state
+            return Verdict(0.0, "the agent left the page", {"raw>0": 0.0})
+        done, raw, reason, witnessed = state
         if not done:
-            return Verdict(0.0, "the page did not end the episode")
-        return Verdict(float(raw > 0), f"raw reward {raw:g}" + (f": {reason}" if reason else ""))
+            return Verdict(0.0, "the page did not end the episode", {"raw>0": 0.0})
+        self.raw[id(session)] = raw if math.isfinite(raw) else None
+        above = raw > 0
+        success = above if self.any_reward else reaches(rule_of(task.data["page"]), raw, witnessed)
+        reason = f"raw reward {raw:g}" + (f": {reason}" if reason else "")
+        if above and not success:
+            reason += ", no success here (miniwob_rewards.py)"
+        return Verdict(float(success), reason, {"raw>0": float(above)})
+
+    def leave(self, session) -> dict:
+        """The page's raw reward, None where it did not end the episode; nothing where nobody judged."""
+        return {"raw_reward": self.raw.pop(id(session))} if id(session) in self.raw else {}
 
     def close(self) -> None:
         self._server.shutdown()
@@ -123,9 +153,8 @@ class MiniWob(Environment):
 
 
 def make(cfg) -> MiniWob:
-    """The environment of a stage's config (fields tasks, instances and scale of
-    web.environment.RolloutConfig)."""
-    return MiniWob(cfg.tasks, cfg.instances, cfg.scale)
+    """The environment of a stage's config (fields tasks, instances, scale and any_reward of RolloutConfig)."""
+    return MiniWob(cfg.tasks, cfg.instances, cfg.scale, cfg.any_reward)
 
 
 class _QuietFiles(http.server.SimpleHTTPRequestHandler):

@@ -181,7 +181,7 @@ model/update.py: gradient of pass 1 kept
 
 model/update.py: gradients not summed over ranks
 -     all_reduce_flat_([p.grad for p in parameters])
-+ 
++
 
 model/update.py: last micro-batch dropped
 - return [part for part in parts if part]

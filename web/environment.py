@@ -74,6 +74,7 @@ class RolloutConfig:
     tasks: str = ""                               # miniwob: page names; webarena: task file or folder
     instances: int = 100                          # miniwob: instances per page and split
     scale: float = 1.0                            # miniwob: screenshot pixels per CSS pixel
+    any_reward: bool = False                      # miniwob: a part of the reward is a success, as published
     sites: str = "sites.json"                     # webarena: addresses, accounts, replicas, resets
     patch: str = ""                               # webarena: file with repairs of tasks, by task_id
     auth: str = ""                                # webarena: directory of storage states of logins
