@@ -254,6 +254,10 @@ def _scroll(page, settings, clicks, x, y):
     return _move(page, "scroll", 0, -100 * clicks, None if x is None else (x, y))
 
 
+def _hscroll(page, settings, clicks, x, y):
+    return _move(page, "hscroll", 100 * clicks, 0, None if x is None else (x, y))
+
+
 def _wait(page, settings, seconds):
     if seconds < 0:
         raise ActionError(f"wait: {seconds} seconds are below 0")
@@ -283,11 +287,14 @@ def _open_url(page, settings, url):
 EFFECTS = {  # what is missing here is not done in a browser; what one returns is a note
     "click": _click,
     "doubleClick": partial(_click, clicks=2),
+    "tripleClick": partial(_click, clicks=3),
     "rightClick": partial(_click, button="right"),
+    "middleClick": partial(_click, button="middle"),
     "moveTo": lambda page, settings, x, y: page.mouse.move(x, y),
     "dragTo": _drag,
     "swipe": _swipe,
     "scroll": _scroll,
+    "hscroll": _hscroll,
     "press": _press,
     "hotkey": _hotkey,
     "keyDown": lambda page, settings, key: page.keyboard.down(key_name(key)),

@@ -192,7 +192,7 @@ class RolloutConfig:
     max_batch: int = 64                           # requests answered by one forward pass
     cpu_threads: int = 1                          # torch's, where models run on the CPU beside browsers
     coordinates: str = "image"                    # the actor's: pixels of image or page, 0-1 or 0-1000
-    dialect: str = "scalecua"                     # the actor's form of an action; or uitars, guilibra
+    dialect: str = "scalecua"                     # the actor's form of an action; or uitars, guilibra, qwen
 
     def __post_init__(self):
         check(self, "threads", "instances", "max_steps", "max_tokens_D", "max_tokens_A", "max_batch",

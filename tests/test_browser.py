@@ -112,8 +112,8 @@ def test_each_thing_that_pages_and_browsers_do(outcomes, name):
 
 
 # ----------------------------------------------------------------------------------------- what is waited for
-QUICK = "dead-link slow-link ok kept alert alert-at-start beforeunload popup tab child-closes foreign foreign-tab 5xx refused"
-QUICK += " canvas renderer-killed browser-killed driver-killed renderer-killed-in-settle"
+QUICK = "ok kept alert alert-at-start beforeunload popup tab child-closes foreign foreign-tab 5xx refused"
+QUICK += " dead-link slow-link canvas renderer-killed browser-killed driver-killed renderer-killed-in-settle"
 
 
 def test_where_only_the_document_is_watched_faults_are_the_same(site, monkeypatch):

@@ -47,6 +47,11 @@ def test_clicks(page):
     assert seen(page, "auxclick") == [["auxclick", 170, 140], ["auxclick", 180, 150]]
     do(page, "click(x=150, y=120, clicks=40)", max_repeats=5)
     assert len(seen(page, "click")) == 3 + 5
+    do(page, "middleClick(x=190, y=160)")
+    assert seen(page, "auxclick")[-1] == ["auxclick", 190, 160]
+    page.set_content("<p>one two. three</p><p>four</p>")
+    do(page, "tripleClick(x=20, y=25)")
+    assert page.evaluate("getSelection().toString().trim()") == "one two. three"
 
 
 def test_a_click_without_coordinates_is_where_the_mouse_is(page):

@@ -30,7 +30,8 @@ def window_at(page):
 
 
 @pytest.mark.parametrize("text, position", [
-    (DOWN, [0, 360]), (RIGHT, [640, 0]), ("scroll(-3)", [0, 300]), ("scroll(clicks=-1000000)", [0, 4280])])
+    (DOWN, [0, 360]), (RIGHT, [640, 0]), ("scroll(-3)", [0, 300]), ("hscroll(2)", [200, 0]),
+    ("scroll(clicks=-1000000)", [0, 4280])])
 def test_without_a_place_the_pages_inner_scroller_scrolls(page, text, position):
     page.set_content(APP)
     assert note(page, text) == "" and at(page) == position and window_at(page) == [0, 0]
@@ -153,9 +154,11 @@ def test_a_list_that_snaps(page):
     page.set_content(f"""<body style="margin:0"><div id=s style="{BOX} width:900px; height:600px;
         display:flex; scroll-snap-type:x mandatory">{cards}</div>""")
     assert note(page, RIGHT) == "" and at(page) == [900, 0]
+    assert "there scrolls further down" in note(page, "scroll(-1, x=500, y=300)")
     assert note(page, "swipe(from_coord=[500, 300], to_coord=[0, 300])") == ""
     page.wait_for_function("s.scrollLeft === 1800")
     assert "there scrolls further right" in note(page, "swipe([500, 300], direction='left')")
+    assert "hscroll: nothing there scrolls further right" == note(page, "hscroll(9, x=500, y=300)")
 
 
 def test_at_a_place_the_note_knows_what_the_wheel_will_do(page):
