@@ -10,7 +10,7 @@ pytest=".venv/bin/python -m pytest"
 [ $# = 0 ] || exec $pytest "$@"
 timed="tests/test_browser.py tests/test_rollout.py"
 shared="tests/test_stages.py tests/test_env_webarena.py tests/test_agents.py tests/test_scale.py tests/test_evaluate.py
-  tests/test_demo.py tests/test_analysis.py tests/test_effects.py tests/test_env_miniwob.py tests/test_forks.py"
+  tests/test_demo.py tests/test_analysis.py tests/test_effects.py tests/test_scrolling.py tests/test_env_miniwob.py tests/test_forks.py"
 said=$(mktemp) failed=0 beside=
 trap 'kill $beside 2>/dev/null || true; rm -f "$said"' EXIT
 nice -n 5 $pytest $(printf -- '--ignore=%s ' $timed $shared) >"$said" 2>&1 & beside=$!
