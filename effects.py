@@ -163,6 +163,7 @@ SCROLL = f"""([dx, dy, x, y]) => {{
     const move = ({{thing, style, bars}}) => {{
         const where = () => [thing.scrollX ?? thing.scrollLeft, thing.scrollY ?? thing.scrollTop];
         const left = bars.test(style.overflowX) ? dx : 0, top = bars.test(style.overflowY) ? dy : 0;
+        if (!left && !top) return false;
         const before = where();
         thing.scrollBy({{left, top, behavior: 'instant'}});
         const moved = where().some((at, axis) => Math.abs(at - before[axis]) >= 1);
@@ -202,9 +203,9 @@ SCROLL = f"""([dx, dy, x, y]) => {{
         return 'still';
     }}
     const seen = new Map();  // by how many points of a grid lie in them, so that nothing covered counts
-    for (let i = 0.5; i < 32; i++)
-        for (let j = 0.5; j < 24; j++)
-            for (const bar of around(under(innerWidth * i / 32, innerHeight * j / 24))) {{
+    for (let i = 0.5; i < 16; i++)
+        for (let j = 0.5; j < 12; j++)
+            for (const bar of around(under(innerWidth * i / 16, innerHeight * j / 12))) {{
                 const known = seen.get(bar.thing) ?? {{...bar, points: 0}};
                 known.points++;
                 seen.set(bar.thing, known);
