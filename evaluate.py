@@ -7,7 +7,8 @@
 
 Systems: decomposer and actor; with --use_plan false an actor alone; each of them in process (--actor DIR) or
 on an OpenAI-compatible server (--actor_model NAME --actor_url http://HOST/v1); a native agent of others, by
---dialect, --coordinates, --prompts and --use_plan false; a planner with a grounder (--planner_model, ...).
+--dialect, --coordinates, --prompts and --use_plan false (the untrained Qwen2.5-VL: --dialect qwen and no
+--prompts); a planner with a grounder (--planner_model, ...).
 In:  stage 2's checkpoints, stage 3's run directory for the adapters, or servers; an environment's tasks.
 Out: RUN/episodes.jsonl + shots/ (fields: records/episode_log.py, and `commit`, the code that ran it);
      RUN/result.json: success and its standard error (clustered by task) per site and over all tasks, by every
@@ -30,7 +31,8 @@ from pathlib import Path
 
 import torch
 
-from language.prompts import Prompts, load_prompts
+from language import dialects
+from language.prompts import Prompts, fill, load_prompts
 from model.backbone import need_model
 from model.paths import find_adapters, with_models
 from model.policy import Policy
@@ -128,7 +130,7 @@ def papers_role(name: str, cfg: Config) -> Role:
 
 def need(cfg: Config) -> None:
     """Raises UserError for what the models and texts of `cfg` lack; loads no weights."""
-    load_prompts(cfg.prompts, cfg.think, cfg.literal)
+    load_texts(cfg)
     if cfg.dialect != "scalecua" and planned(cfg):
         raise UserError(f"--dialect {cfg.dialect} is for an actor; a planner writes our calls")
     for role in roles_of(cfg):
@@ -146,6 +148,25 @@ def need(cfg: Config) -> None:
         if cfg.device.startswith("cuda") and not torch.cuda.is_available():
             raise UserError(f"--device {cfg.device}: torch sees no GPU here; give --device cpu")
         need_model(role.checkpoint)
+
+
+def load_texts(cfg: Config) -> Prompts:
+    """The texts of --prompts; without it, those that the dialect's models know."""
+    own = {} if cfg.prompts else dialects.PROMPTS.get(cfg.dialect, {})
+    return load_prompts(cfg.prompts, cfg.think, cfg.literal, **own)
+
+
+def with_screen(texts: Prompts, cfg: Config, env, actor) -> Prompts:
+    """{width} and {height} in the actor's system text become those of the space that it counts coordinates
+    in."""
+    if actor is None or not any("{width}" in text for text in texts.texts.values()):
+        return texts
+    model = actor if isinstance(actor, Remote) else actor.__self__.inputs     # Policy.sample's own
+    shot = model.resized(round(env.width * env.scale), round(env.height * env.scale))
+    width, height = dialects.space(cfg.coordinates)(shot, (env.width, env.height))
+    filled = {name: fill(text, width=width, height=height) for name, text in texts.texts.items()
+              if name.startswith("actor_system")}
+    return dataclasses.replace(texts, texts=texts.texts | filled)
 
 
 def load_models(cfg: Config, texts: Prompts) -> dict:
@@ -271,8 +292,9 @@ def main(cfg: Config) -> None:
     tasks = env.tasks(cfg.split)
     with open_run(cfg.run_dir, cfg, free=FREE) as run:
         episodes = run / "episodes.jsonl"
-        texts = load_prompts(cfg.prompts, cfg.think, cfg.literal)
+        texts = load_texts(cfg)
         models = load_models(cfg, texts)
+        texts = with_screen(texts, cfg, env, models.get("actor"))
         roles = [role for role in roles_of(cfg) if role.name in models]
         if planned(cfg):
             texts = PlannerPrompts(texts.texts)

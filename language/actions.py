@@ -61,8 +61,20 @@ def as_count(value):
 
 
 def as_point(value):
-    x, y = value
-    return [as_number(x), as_number(y)]
+    """Two numbers; of a box (four, or its two corners) the middle."""
+    if isinstance(value, str):
+        raise ValueError
+    numbers = [as_number(n) for part in value for n in (part if isinstance(part, (list, tuple)) else [part])]
+    if len(numbers) == 4:
+        x1, y1, x2, y2 = numbers
+        numbers = [_middle(x1, x2), _middle(y1, y2)]
+    if len(numbers) != 2:
+        raise ValueError
+    return numbers
+
+
+def _middle(a, b):
+    return (a + b) // 2 if isinstance(a, int) and isinstance(b, int) else (a + b) / 2
 
 
 def as_text(value):
@@ -89,7 +101,9 @@ BUTTON = {"button": (("left", "right", "middle"), "left")}
 SIGNATURES = {  # name: {argument: (type or the allowed words, default)}, in the order of the positional form
     "click": XY | {"clicks": (as_count, 1)} | BUTTON,
     "doubleClick": XY | BUTTON,
+    "tripleClick": XY | BUTTON,
     "rightClick": XY,
+    "middleClick": XY,
     "moveTo": XY_REQUIRED,
     "dragTo": XY | BUTTON,
     "swipe": {"from_coord": (as_point, None), "to_coord": (as_point, None),
@@ -108,6 +122,7 @@ SIGNATURES = {  # name: {argument: (type or the allowed words, default)}, in the
     "go_backward": {},
     "call_user": {},
     "scroll": {"clicks": (as_number, REQUIRED)} | XY,
+    "hscroll": {"clicks": (as_number, REQUIRED)} | XY,  # pyautogui's: positive is to the right
     "long_press": XY_REQUIRED | {"duration": (as_number, 1)},
     "open_app": {"app_name": (as_text, REQUIRED)},
     "navigate_home": {},
@@ -115,7 +130,8 @@ SIGNATURES = {  # name: {argument: (type or the allowed words, default)}, in the
     "select_option": XY_REQUIRED | {"value": (as_text, REQUIRED)},
 }
 NAMES = {name.lower().replace("_", ""): name for name in SIGNATURES}
-NAMES |= {"answer": "response", "goback": "go_backward", "goforward": "go_forward"}
+NAMES |= {"answer": "response", "goback": "go_backward", "goforward": "go_forward", "leftclick": "click",
+          "vscroll": "scroll", "typewrite": "write"}
 TIMING = {"duration", "interval", "tween"}  # pyautogui's arguments that mean nothing here
 
 
@@ -134,8 +150,8 @@ def bind(name: str, positional: list, named: dict) -> Call:
             given[params[0]] = value
         elif key not in TIMING:
             raise ActionError(f"{name}: unknown argument {key}")
-    if "y" in set(params) - set(given) and isinstance(given.get("x"), (list, tuple)) and len(given["x"]) == 2:
-        given["x"], given["y"] = given["x"]  # click([84, 120])
+    if "y" in params and given.get("y") is None and isinstance(given.get("x"), (list, tuple)):
+        given["x"], given["y"] = _typed(name, "x", given["x"], as_point)  # click([84, 120]), click(x=BOX)
     args = {p: _typed(name, p, given[p]) for p in params if p in given}
     for p in params:
         if p not in args and signature[p][1] is REQUIRED:
@@ -145,8 +161,9 @@ def bind(name: str, positional: list, named: dict) -> Call:
     return Call(name, args)
 
 
-def _typed(name, param, value):
-    kind, default = SIGNATURES[name][param]
+def _typed(name, param, value, kind=None):
+    default = SIGNATURES[name][param][1]
+    kind = kind or SIGNATURES[name][param][0]
     if value is None and default is not REQUIRED:
         return default
     try:
@@ -172,7 +189,7 @@ _BEGIN = re.compile(rf"[^\w#\n]*(?:(?:\d+|[Aa]ctions?)[^\w#\n]+)?{_NAME}")  # "1
 _CLOSE = re.compile(rf"\)(?=[ \t\r]*(?:[;,.]?[ \t\r]*(?:\n|\Z|#|{_NAME})|[`\])<]))")  # where a call may end
 _ESCAPE = re.compile(r"\\(x[\da-fA-F]{2}|u[\da-fA-F]{4}|U00(?:0[\da-fA-F]|10)[\da-fA-F]{4}"
                      r"|[\\'\"abfnrtv0-7\n])?")
-_QUOTED = re.compile(r"((?:(?:write|response|answer)\(|terminate\((?:[^,]*,)?)\s*(?:\w+\s*=\s*)?)"
+_QUOTED = re.compile(r"((?:(?:(?:type)?write|response|answer)\(|terminate\((?:[^,]*,)?)\s*(?:\w+\s*=\s*)?)"
                      r"(['\"])(.*)(?<!\\)\2\s*\)", re.S | re.I)
 MAX_READINGS = 200  # of one call, so that a hostile text costs milliseconds
 
@@ -202,8 +219,8 @@ def _read_calls(text):
     while at < len(text):
         if begin := _BEGIN.match(text, at):
             name, node, at = _read_call(text, begin)
-            calls.append(bind(name, [_value(name, arg) for arg in node.args],
-                              {str(k.arg).lower(): _value(name, k.value) for k in node.keywords}))
+            named = {str(k.arg).lower(): _value(name, k.value) for k in node.keywords}
+            calls.append(bind(name, [_value(name, arg) for arg in node.args], named))
         else:
             at = text.find("\n", at) + 1 or len(text)
     if not calls:

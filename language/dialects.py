@@ -1,11 +1,16 @@
 """How other agents write an action, and in which space their coordinates are, read into actions.py's grammar.
 
-A native agent was trained to answer in a form of its own (table 1 compares with three of them):
+A native agent was trained to answer in a form of its own (table 1 compares with some of them):
 
     scalecua   <think>, <operation>, <action> blocks with our own calls
     uitars     Thought: ... Action: click(start_box='(84,120)'), also with box tokens, <point>x y</point> and
                boxes of two corners; left_double, right_single, drag, type, hotkey, scroll, wait, finished
     guilibra   <think> or <thinking>, <answer> with JSON: action_description, action_type, value, point_2d
+    qwen       Qwen2.5-VL and Qwen3-VL as they come, and models made of them: a thought, then
+               <tool_call>{"name": "computer_use", "arguments": {"action": "left_click", "coordinate":
+               [84, 120]}}</tool_call>, one or several; also without tags, with single quotes, a comma too
+               many, arguments in a string, a box for a point. Coordinates: `image` for Qwen2.5-VL, `0-1000`
+               for Qwen3-VL. PROMPTS asks for it, with the tool's description where the model knows it.
 
 `scroll down` there shows what is below; our swipe names the finger's way, which is up. What a dialect cannot
 say in our grammar is an error of that answer, as everywhere (PAPER-GAP 12). `read_point` finds the place in a
@@ -121,7 +126,125 @@ def libra_calls(said: dict) -> list[tuple[str, dict]]:
     return known[kind]
 
 
-READERS = {"scalecua": actions.parse, "uitars": read_uitars, "guilibra": read_guilibra}
+# ----------------------------------------------------------------------------------------------------- Qwen
+QWEN_ACTIONS = {  # its name -> our name, {its argument: ours}; `coordinate` is where the action is
+    "left_click": ("click", {}), "right_click": ("rightClick", {}), "middle_click": ("middleClick", {}),
+    "double_click": ("doubleClick", {}), "triple_click": ("tripleClick", {}), "mouse_move": ("moveTo", {}),
+    "left_click_drag": ("dragTo", {}),  # from where the mouse is
+    "type": ("write", {"text": "message"}), "key": ("hotkey", {"text": "args", "keys": "args"}),
+    "scroll": ("scroll", {"pixels": "clicks"}), "hscroll": ("hscroll", {"pixels": "clicks"}),
+    "wait": ("wait", {"time": "seconds"}), "answer": ("response", {"text": "answer"}),
+    "terminate": ("terminate", {"status": "status", "answer": "info", "text": "info"}),
+    "visit_url": ("open_url", {"url": "url"}), "history_back": ("go_backward", {}),  # Fara's
+}
+
+
+def read_qwen(text: str) -> Action:
+    """What stands before the first call is the thought, and the operation: of it, what follows "Action:"."""
+    think = re.search(r"<think>(.*?)(?:</think>|\Z)", text, re.S)
+    rest = text[think.end():] if think else text
+    blocks = re.findall(r"<tool_call>(.*?)(?=</?tool_call>|\Z)", rest, re.S)
+    thought = re.split("<tool_call>" if blocks else r"```|\{", rest, maxsplit=1)[0].strip()
+    operation = thought.rpartition("Action:")[2].strip()
+    thought = think[1].strip() if think else thought
+    try:
+        calls = tuple(qwen_call(said) for block in blocks or [rest] for said in objects(block))
+    except ActionError as e:
+        return Action((), operation, thought, str(e))
+    return Action(calls, operation, thought, "")
+
+
+def objects(text: str) -> list[dict]:
+    """The JSON objects of a text, one after another."""
+    found = re.search(r"\{.*\}", text, re.S)
+    whole = as_object(found[0]) if found else None
+    parts = re.split(r"(?<=\})\s*(?=\{)", found[0]) if found and whole is None else []
+    said = [as_object(part) for part in parts] or [whole]
+    if not all(isinstance(one, dict) for one in said):
+        raise ActionError(f"no JSON object in {text.strip()[-80:]!r}")
+    return said
+
+
+def as_object(text: str):
+    """JSON as it should be, else with a comma too many, else in single quotes; None where it is neither."""
+    no_comma = re.sub(r",(\s*[}\]])", r"\1", text)
+    quoted = re.sub(r"(?<=[{\[,:\s])'(.{0,2000}?)'(?=\s*[,:\]}])",
+                    lambda m: '"' + m[1].replace("\\'", "'").replace('"', '\\"') + '"', no_comma)
+    for reading in (text, no_comma, quoted):
+        try:
+            return json.loads(reading, strict=False)
+        except (ValueError, RecursionError):
+            continue
+    return None
+
+
+def qwen_call(said: dict) -> actions.Call:
+    """One call of its tool as ours. ActionError where it has no such action, or not what that needs."""
+    given = said.get("arguments", said)
+    given = as_object(given) if isinstance(given, str) else given
+    if not isinstance(given, dict):
+        raise ActionError(f"the arguments {str(given)[:80]!r} are no JSON object")
+    action = str(given.get("action") or said.get("name"))
+    if action not in QWEN_ACTIONS:
+        raise ActionError(f"unknown action {action[:40]}")
+    name, known = QWEN_ACTIONS[action]
+    args = {ours: given[theirs] for theirs, ours in known.items() if given.get(theirs) is not None}
+    place = given.get("coordinate")
+    if "x" in actions.SIGNATURES[name] and place is not None:
+        args["x"] = re.findall(NUMBER, place) if isinstance(place, str) else place
+    if action in ("scroll", "hscroll"):   # pixels; a click of ours is a hundred
+        args["clicks"] = pixels(action, args.get("clicks")) / 100
+    return actions.bind(name, [], args)
+
+
+def pixels(action: str, given) -> float:
+    try:
+        return actions.as_number(given)
+    except (ValueError, TypeError):
+        raise ActionError(f"{action}: pixels={str(given)[:40]!r} is not a number") from None
+
+
+QWEN_TOOL = {"type": "function", "function": {
+    "name": "computer_use",
+    "description": "Operates a web browser with mouse and keyboard. You see it in a screenshot of "
+                   "{width}x{height} pixels; coordinates are counted from its top left corner.",
+    "parameters": {"type": "object", "required": ["action"], "properties": {
+        "action": {"type": "string", "enum": [name for name in QWEN_ACTIONS if name not in
+                                              ("visit_url", "history_back", "hscroll", "triple_click")],
+                   "description":
+                       "left_click, right_click, middle_click, double_click: at `coordinate`. mouse_move: "
+                       "put the pointer on `coordinate`. left_click_drag: drag from the pointer to "
+                       "`coordinate`. type: enter `text` where the cursor is. key: press `keys` together. "
+                       "scroll: turn the wheel by `pixels`, at `coordinate` or the page as a whole. wait: "
+                       "for `time` seconds. answer: give the `text` that the task asks for, which ends it. "
+                       "terminate: end the task with a `status`."},
+        "coordinate": {"type": "array", "items": {"type": "integer"}, "description": "[x, y] in pixels"},
+        "text": {"type": "string", "description": "for type and answer"},
+        "keys": {"type": "array", "items": {"type": "string"},
+                 "description": "for key, e.g. [\"ctrl\", \"a\"]"},
+        "pixels": {"type": "number", "description": "for scroll: positive is up, negative down"},
+        "time": {"type": "number", "description": "for wait: seconds"},
+        "status": {"type": "string", "enum": ["success", "failure"], "description": "for terminate"}}}}}
+QWEN_SYSTEM = f"""\
+You carry out a task in a web browser for somebody else, one action at a time.
+
+# Tools
+
+You act by calling this function:
+<tools>
+{json.dumps(QWEN_TOOL)}
+</tools>
+
+Answer with one sentence that says what you do now and to what end, then with the call, a JSON object with \
+the function's name and its arguments between <tool_call> tags:
+<tool_call>
+{{"name": "computer_use", "arguments": {{"action": "left_click", "coordinate": [x, y]}}}}
+</tool_call>
+
+When the task is done, call answer if it asks for something, otherwise terminate.
+"""
+PROMPTS = {"qwen": {"actor_system": QWEN_SYSTEM, "actor_system_think": QWEN_SYSTEM}}
+READERS = {"scalecua": actions.parse, "uitars": read_uitars, "guilibra": read_guilibra, "qwen": read_qwen}
 
 # ------------------------------------------------------------------------------------------------- grounding
 _XY = re.compile(rf"x\s*=\s*({NUMBER})\s*,\s*y\s*=\s*({NUMBER})")

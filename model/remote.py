@@ -30,7 +30,7 @@ from model.inputs import Sample
 from model.llm import Client, LLMError, image_url
 from runtime import UserError
 
-PLACED = {name for name, signature in actions.SIGNATURES.items() if "x" in signature} - {"scroll"}
+PLACED = {name for name, signature in actions.SIGNATURES.items() if "x" in signature} - {"scroll", "hscroll"}
 
 
 @dataclass
@@ -89,12 +89,11 @@ class Remote:
                 raise UserError(f"--{self.role}_model {self.client.model} at "
                                 f"{self.client.base_url or 'OpenAI'}: {e}") from None
             raise ConnectionError(f"model server of the {self.role}: {e}") from None
-        return Sample([], request.png, self.size(request.png), [], [], answer.text,
-                      answer.status == "truncated")
+        size = self.resized(*Image.open(io.BytesIO(request.png)).size)
+        return Sample([], request.png, size, [], [], answer.text, answer.status == "truncated")
 
-    def size(self, png: bytes) -> tuple[int, int]:
-        """Width and height of the screenshot as the model sees it."""
-        width, height = Image.open(io.BytesIO(png)).size
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """The size in which the model sees a screenshot of this one."""
         return actions.smart_resize(width, height, *self.pixels) if self.pixels[1] else (width, height)
 
 

@@ -85,6 +85,27 @@ def tabs():
     return {n: (round(b["x"] + b["width"] / 2), round(b["y"] + b["height"] / 2)) for n, b in boxes.items()}
 
 
+@pytest.fixture(scope="module")
+def browser():
+    """A bare Chromium of Playwright's, without a session around it."""
+    from playwright.sync_api import sync_playwright
+
+    from web.chromium import CHROMIUM_ARGS, chromium
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=CHROMIUM_ARGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page of 1280 x 720 in a context of its own."""
+    context = browser.new_context(viewport={"width": 1280, "height": 720})
+    context.set_default_timeout(20_000)
+    yield context.new_page()
+    context.close()
+
+
 def png(seed: int, size=(56, 56)) -> bytes:
     """A screenshot of noise: four image tokens."""
     import torch

@@ -130,6 +130,8 @@ PAGES = {
 }
 SCENARIOS = {
     "ok": Scenario("/ok"),
+    "no-scroll": Scenario("/ok", ("swipe(direction='up')", CLICK, END), told="nothing on the page scrolls"),
+    "wait-less": Scenario("/ok", ("wait(-3)", CLICK, END), told="failed: wait: -3 seconds are below 0"),
     "kept": Scenario("/kept"),
     "alert": Scenario("/alert", told="alert dialog said: mind the gap"),
     "confirm": Scenario("/confirm", told="confirm dialog said: are you sure"),

@@ -103,7 +103,7 @@ class RolloutConfig:
     max_batch: int = 64                           # requests answered by one forward pass
     cpu_threads: int = 1                          # torch's, where models run on the CPU beside browsers
     coordinates: str = "image"                    # an action's: pixels of image or page, 0-1 or 0-1000
-    dialect: str = "scalecua"                     # form of an action; or uitars, guilibra
+    dialect: str = "scalecua"                     # form of an action; or uitars, guilibra, qwen
 
     def __post_init__(self):
         check(self, "threads", "instances", "max_steps", "max_batch", "cpu_threads")

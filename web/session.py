@@ -9,7 +9,7 @@ Nothing here sleeps. `settle` waits for what an action caused: navigations, new 
 then a frame in which the document does not change and, where there is a canvas or video, two equal
 screenshots. An address that never gets quiet costs the longest wait once; later visits wait only for
 navigations and requests of their own. Where the environment says that no action on a page requests anything
-(`quick`), only the document is watched; a page that hangs there all the same costs its browser.
+(`quick`), only the document is watched, with a bound of its own where a navigation has begun all the same.
 
 Confinement: Chromium resolves only the hosts of the task; `goto` and `open_url` refuse other addresses; a
 page that has left the task's origins is brought back. Nothing is routed through here, so caches work and no
@@ -84,7 +84,7 @@ class Session(Chromium):
 
     def _fresh(self):
         """What belongs to one context."""
-        self.pending = set()
+        self.pending, self.leaving = set(), set()  # requests; pages that a navigation is about to replace
         self._mark()
         self.openers, self.wires = {}, {}         # page -> the one before; its DevTools session
         self.held = set()                         # keys
@@ -213,7 +213,8 @@ class Session(Chromium):
             self.held.add(effects.key_name(call["key"]))
         with self.bound(2 * settings.timeout + len(str(call)) / 50):
             try:
-                effects.perform(call, self.page, settings)
+                if said := effects.perform(call, self.page, settings):
+                    self.note(said)
             except web_errors() as e:
                 if (kind := self.fault(e)) not in SITE:
                     raise
@@ -250,6 +251,7 @@ class Session(Chromium):
 
     def _closed(self, page):
         self.wires.pop(page, None)
+        self.leaving.discard(page)
         if self.page is page:
             candidates = (self.openers.get(page), *reversed(self.context.pages))
             self.page = next((p for p in candidates if p is not None and not p.is_closed()), page)
@@ -266,6 +268,9 @@ class Session(Chromium):
         if page not in self.wires:
             self.wires[page] = self.context.new_cdp_session(page)
             self.wires[page].on("Page.windowOpen", lambda _: setattr(self, "opening", self.opening + 1))
+            self.wires[page].on("Page.frameStartedNavigating", lambda _: self.leaving.add(page))
+            for end in ("frameNavigated", "frameStoppedLoading", "navigatedWithinDocument"):
+                self.wires[page].on(f"Page.{end}", lambda _: self.leaving.discard(page))
             self.wires[page].send("Page.enable")
             # without this, a screenshot would switch the page to a scale of 1
             self.wires[page].send("Emulation.setDeviceMetricsOverride", {
@@ -277,6 +282,7 @@ class Session(Chromium):
     def _mark(self):
         """From here on counts what an action starts; what began earlier may take as long as it likes."""
         self.pending.clear()
+        self.leaving.clear()
         self.failed, self.opening, self.departures = ("", ""), 0, 0
 
     def _began(self, request):
@@ -338,7 +344,7 @@ class Session(Chromium):
         from playwright.sync_api import Error, TimeoutError
         bound = seconds * 1000
         try:
-            if self.env.quick:                    # half the price, but a navigation may hold it up
+            if self.env.quick and page not in self.leaving:   # half the price, but a navigation holds it up
                 return page.evaluate(SETTLED, [0, bound])
             return str(page.wait_for_function(    # a handle, which shows its text
                 SETTLED, arg=[self.cfg.quiet * 1000, bound], timeout=bound + 200))
@@ -358,7 +364,7 @@ class Session(Chromium):
         self._state(self.page, 0.3)
 
     def _moving(self) -> bool:
-        return any(r.is_navigation_request() for r in self.pending)
+        return self.page in self.leaving or any(r.is_navigation_request() for r in self.pending)
 
     def _stay(self) -> None:
         """Bring the page back where it has left the task's sites; an error where the task's own site is

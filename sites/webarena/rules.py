@@ -4,7 +4,8 @@
 published with WebArena-Lite-v2, VisualAgentBench and WebArena do, faults included; each fault is in its own
 profile only. A rule is a function (reference, text, alone) -> bool; `alone`: the only reference of its list.
 
-Known limits of `fixed`: numbers in words ("two") are not read; a right number beside a wrong one passes.
+Known limits of `fixed`: numbers in words ("two") are not read; a right number beside a wrong one passes; the
+minus of a grade (A-) is taken for a dash.
 """
 
 import re
@@ -29,11 +30,14 @@ SAME = str.maketrans({**dict.fromkeys("\u2018\u2019\u201b\u2032", "'"), "\u200b"
                       **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-")})
 WORD = re.compile(r"""
     (?P<opaque>\d+(?:[-/:.]\d+){2,}|\d{1,2}:\d\d(?!\d))     # date, time, version: no numbers inside
-  | (?P<number>(?:(?<![\w.-])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?)
+  | (?P<number>(?:(?<![\w.-])-)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+))
         (?=(?:[^\W\d_]+\d+)?[^\W\d_]+(?!\w)|(?!\w))         # alone, or with unit: 914km, 3h30min; not 16x24
   | (?P<unit>(?<=\d)[^\W\d_]+(?=\d))                        # the h of 3h30min
   | (?P<code>(?=[^\W_]*\d)[^\W_]+)                          # letters and digits in one: B0738JQG6Q, 1000xm3
-  | (?P<word>[^\W\d_]+(?:'(?!s\b)[^\W\d_]+)*)               # can't is one word, Teofila's is two
+  | (?P<initials>(?<![\w&])[^\W\d_]{1,2}&[^\W\d_]{1,2}(?![\w&]))         # R&D, AT&T
+  | (?P<word>(?:(?<![^\s("'\[/,])\.)?                       # .NET, but no full stop before the next sentence
+        [^\W\d_]+(?:'(?!s\b)[^\W\d_]+)*                     # can't is one word, Teofila's is two
+        (?:\+\+|[+#](?!\w))?)                               # C++, C++17, C#, A+; not 1+2, page#part
   | (?P<sign>[%&])
     """, re.X)
 
@@ -46,15 +50,23 @@ def tidy(text: str) -> str:
 
 
 def words(text: str) -> list:
-    """The words of a text, numbers as Decimals. Punctuation, hyphens and currency signs carry no meaning."""
+    """The words of a text, numbers as Decimals. Punctuation, hyphens and currency signs carry no meaning, the
+    signs of a name do."""
     return [Decimal(m[0].replace(",", "")) if m.lastgroup == "number" else "and" if m[0] == "&" else m[0]
             for m in WORD.finditer(tidy(text))]
+
+
+def spelled_out(there: list) -> list:
+    """R&D as three words."""
+    return [part for w in there for part in (w.replace("&", " and ").split() if isinstance(w, str) else [w])]
 
 
 def includes(reference: str, text: str, alone: bool = True) -> bool:
     """Whether the reference's words stand in the text one after another. Numbers compare by value: 2 is in
     "2.0 km" and in "$2.00", not in "12", "2.5", a date or a product code. (webarena#144, #211, VWA#71)"""
     wanted, there = words(reference), words(text)
+    if "and" in spelled_out(wanted):  # R&D is "R and D", but holds no R and no D
+        wanted, there = spelled_out(wanted), spelled_out(there)
     if not wanted:  # "???", say
         return bool(tidy(reference)) and tidy(reference) in tidy(text)
     return any(there[i:i + len(wanted)] == wanted for i in range(len(there) - len(wanted) + 1))
@@ -67,9 +79,9 @@ def excludes(reference: str, text: str, alone: bool = True) -> bool:
 def equals(reference: str, text: str, alone: bool = True) -> bool:
     """Equal but for case, white space, quotes around it and a full stop at the end; "748 m" is "748m", and
     "20" is "20.00", but a number that starts with 0 is a code. (webarena#104, #134)"""
-    a, b = (re.sub(r"(?<=\d) (?=[^\W\d_]+$)", "", re.sub(r"(?<=[^\W_])\.$", "", tidy(t)))
+    a, b = (re.sub(r"(?<=\d) (?=[^\W\d_]+$)", "", re.sub(r"(?<=[^\W_]|[+#])\.$", "", tidy(t)))
             for t in (reference, text))
-    plain = re.compile(r"-?(?:[1-9]\d*|0)(?:\.\d+)?")
+    plain = re.compile(r"-?(?:(?:[1-9]\d*|0)(?:\.\d+)?|\.\d+)")
     return a == b or bool(plain.fullmatch(a) and plain.fullmatch(b)) and Decimal(a) == Decimal(b)
 
 

@@ -2,12 +2,13 @@
 
 import json
 import random
+import re
 import string
 
 import pytest
 
 from language import actions, dialects
-from language.dialects import read_guilibra, read_point, read_uitars
+from language.dialects import read_guilibra, read_point, read_qwen, read_uitars
 from runtime import UserError
 
 
@@ -93,10 +94,108 @@ def test_guilibra_names_what_is_wrong(text, complaint):
     assert complaint in action.error and not action.calls
 
 
+# ----------------------------------------------------------------------------------------------------- Qwen
+def tool(action, **arguments):
+    said = {"name": "computer_use", "arguments": {"action": action} | arguments}
+    return f"<tool_call>\n{json.dumps(said)}\n</tool_call>"
+
+
+@pytest.mark.parametrize("text, calls", [
+    (tool("left_click", coordinate=[644, 364]), ["click(x=644, y=364)"]),
+    (tool("right_click", coordinate=[3, 4]), ["rightClick(x=3, y=4)"]),
+    (tool("middle_click", coordinate=[3, 4]), ["middleClick(x=3, y=4)"]),
+    (tool("double_click", coordinate=[3, 4]), ["doubleClick(x=3, y=4)"]),
+    (tool("triple_click", coordinate=[3, 4]), ["tripleClick(x=3, y=4)"]),
+    (tool("left_click"), ["click()"]), (tool("double_click", coordinate=None), ["doubleClick()"]),
+    (tool("mouse_move", coordinate=[3, 4]), ["moveTo(x=3, y=4)"]),
+    (tool("left_click_drag", coordinate=[30, 40]), ["dragTo(x=30, y=40)"]),
+    (tool("mouse_move", coordinate=[1, 2]) + "\n" + tool("left_click_drag", coordinate=[30, 40]),
+     ["moveTo(x=1, y=2)", "dragTo(x=30, y=40)"]),
+    (tool("type", text='it\'s "5" }{ , ]\n'), ['write(message=\'it\\\'s "5" }{ , ]\\n\')']),
+    (tool("key", keys=["ctrl", "a"]), ["hotkey('ctrl', 'a')"]),
+    (tool("key", keys="Return"), ["hotkey('Return')"]),
+    (tool("key", text="ctrl+c"), ["hotkey('ctrl+c')"]),
+    (tool("scroll", pixels=-500), ["scroll(clicks=-5.0)"]),
+    (tool("scroll", pixels=50, coordinate=[3, 4]), ["scroll(clicks=0.5, x=3, y=4)"]),
+    (tool("hscroll", pixels=200, coordinate=[3, 4]), ["hscroll(clicks=2.0, x=3, y=4)"]),
+    (tool("wait", time=2), ["wait(seconds=2)"]), (tool("wait"), ["wait()"]),
+    (tool("terminate", status="success"), ["terminate(status='success')"]),
+    (tool("terminate", status="failure"), ["terminate(status='failure')"]),
+    (tool("terminate", status="success", answer="42"), ["terminate(status='success', info='42')"]),
+    (tool("answer", text="It costs $3"), ["response(answer='It costs $3')"]),
+    (tool("visit_url", url="http://a.b/"), ["open_url(url='http://a.b/')"]),
+    (tool("history_back"), ["go_backward()"]),
+    # broken in ways that are seen
+    (tool("left_click", coordinate=[100, 40, 120, 80]), ["click(x=110, y=60)"]),
+    (tool("left_click", coordinate="84, 120"), ["click(x=84, y=120)"]),
+    (tool("left_click", coordinate=["84", "120"]), ["click(x=84, y=120)"]),
+    (tool("left_click", coordinate=[84, 120]).replace("]}}", "],},}"), ["click(x=84, y=120)"]),
+    (tool("type", text="a").replace('"', "'"), ["write(message='a')"]),
+    ("<tool_call>{'arguments': {'action': 'type', 'text': 'say \"it\\'s\"'}}</tool_call>",
+     ["write(message='say \"it\\'s\"')"]),
+    ('<tool_call>{"arguments": "{\\"action\\": \\"wait\\", \\"time\\": 1}"}</tool_call>',
+     ["wait(seconds=1)"]),
+    ('{"name": "computer_use", "arguments": {"action": "wait"}}', ["wait()"]),
+    ('{"action": "left_click", "coordinate": [1, 2]}', ["click(x=1, y=2)"]),
+    ('```json\n{"name": "left_click", "arguments": {"coordinate": [1, 2]}}\n```', ["click(x=1, y=2)"]),
+    ('<tool_call>{"action": "wait"}\n{"action": "history_back"}</tool_call>', ["wait()", "go_backward()"]),
+    (tool("left_click", coordinate=[1, 2]).removesuffix("</tool_call>"), ["click(x=1, y=2)"]),
+])
+def test_qwen_calls(text, calls):
+    for before in ("", "Thought: I see a box.\nAction: Go on.\n", "<think>Hm {x}.</think>\n\nGo on.\n"):
+        action = read_qwen(before + text)
+        assert said(action) == calls
+        assert action.operation == ("Go on." if before else "")
+    assert action.think == "Hm {x}."
+    assert read_qwen("I click the box.\n" + text).think == "I click the box."
+
+
+@pytest.mark.parametrize("text, complaint", [
+    ('<tool_call>{"name": "computer_use", "arguments": {"action": "left_click", "coord', "no JSON object"),
+    ("", "no JSON object"), ("I am done.", "no JSON object"), ("<tool_call></tool_call>", "no JSON object"),
+    ("<tool_call>[1, 2]</tool_call>", "no JSON object"),
+    ("<tool_call>{nonsense}</tool_call>", "no JSON object"),
+    ("<tool_call>{}</tool_call>", "unknown action None"), (tool("fly"), "unknown action fly"),
+    (tool(["left_click"]), "unknown action ['left_click']"), (tool("web_search", query="a"), "web_search"),
+    ('<tool_call>{"name": "computer_use", "arguments": [1]}</tool_call>', "no JSON object"),
+    ('<tool_call>{"name": "computer_use", "arguments": "left_click"}</tool_call>', "no JSON object"),
+    (tool("left_click", coordinate=[1]), "is not a point"), (tool("left_click", coordinate={}), "a number"),
+    (tool("left_click", coordinate=[1, None]), "is not a point"),
+    (tool("mouse_move"), "moveTo: x is missing"),
+    (tool("left_click", coordinate="the box"), "is not a point"), (tool("left_click", coordinate=7), "y one"),
+    (tool("left_click", coordinate=[float("nan"), 1]), "is not a point"),
+    (tool("type"), "message is missing"),
+    (tool("scroll"), "pixels='None' is not a number"), (tool("scroll", pixels="far"), "pixels='far'"),
+    (tool("scroll", pixels=float("inf")), "is not a number"), (tool("key", keys=[]), "is not a key list"),
+    (tool("wait", time=float("nan")), "is not a number"),
+    (tool("terminate", status="maybe"), "is not one of"),
+    (tool("wait") + tool("fly"), "unknown action fly"),
+    ("<tool_call>" + '{"a": ' * 5000 + "1" + "}" * 5000 + "</tool_call>", "no JSON object"),
+])
+def test_qwen_names_what_is_wrong_and_then_gives_no_calls(text, complaint):
+    action = read_qwen("Go on.\n" + text)
+    assert complaint in action.error and not action.calls
+
+
+def test_qwens_prompt_shows_calls_that_its_reader_knows():
+    system = dialects.PROMPTS["qwen"]["actor_system"]
+    function = json.loads(re.search(r"<tools>\n(.*)\n</tools>", system)[1])["function"]
+    properties = function["parameters"]["properties"]
+    values = {"coordinate": [1, 2], "text": "a", "keys": ["a"], "pixels": 100, "time": 1, "status": "success"}
+    names = properties["action"]["enum"]
+    assert set(properties) == {"action", *values} and set(names) < {*dialects.QWEN_ACTIONS}
+    for name in names:
+        assert said(read_qwen(tool(name, **values))), name
+    example = re.search(r"<tool_call>\n\{.*\n</tool_call>", system)[0].replace("[x, y]", "[1, 2]")
+    assert said(read_qwen(example)) == ["click(x=1, y=2)"]
+    assert "{width}x{height}" in system
+
+
 def test_no_reader_raises_on_any_text():
     dice = random.Random(0)
     words = ["Action:", "Thought:", "<answer>", "</answer>", "{", "}", "[", "(", "start_box=", "'", '"', ":",
-             "<point>", "click(", "scroll(", "drag(", "hotkey(key=", "99999999999", "1,2", "-1.5", "\n", ")"]
+             "<point>", "<tool_call>", '"action"', '"wait"', "'action'", '"arguments"', "click(",
+             "scroll(", "drag(", "hotkey(key=", "99999999999", "1,2", "-1.5", "\n", ")"]
     for _ in range(3000):
         length = dice.randrange(25)
         text = "".join(dice.choice([*words, dice.choice(string.printable)]) for _ in range(length))

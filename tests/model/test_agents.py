@@ -74,7 +74,7 @@ def test_sampling_has_the_requests_seed_and_a_temperature_below_0_is_not_sent():
                                           ((3136, 500_000), (924, 504))])
 def test_the_size_that_the_model_sees(limits, size):
     remote = Remote("actor", "m", "http://127.0.0.1:9/v1", min_pixels=limits[0], max_pixels=limits[1])
-    assert remote.size(png(1280, 720)) == size
+    assert remote.resized(1280, 720) == size
 
 
 def test_earlier_steps_are_turns_of_their_own_and_no_more_than_asked_for():
@@ -214,13 +214,21 @@ def results_of(cfg) -> tuple[dict, list[dict]]:
             [json.loads(line) for line in (run / "episodes.jsonl").read_text().splitlines()])
 
 
+def left_click(x, y) -> str:
+    """As Qwen's own models say it."""
+    said = {"name": "computer_use", "arguments": {"action": "left_click", "coordinate": [round(x), round(y)]}}
+    return f"I click the tab.\n<tool_call>\n{json.dumps(said)}\n</tool_call>"
+
+
 @pytest.mark.parametrize("dialect, coordinates, answer", [
     ("scalecua", "image", lambda x, y: f"<operation>go</operation><action>click(x={x * 168 / 160:.0f}, "
                                        f"y={y * 224 / 210:.0f})</action>"),
     ("uitars", "0-1000", lambda x, y: f"Thought: Go.\nAction: click(start_box='({x * 1000 / 160:.0f},"
                                       f"{y * 1000 / 210:.0f})')"),
     ("guilibra", "page", lambda x, y: '<answer>{"action_type": "Click", "value": "None", "point_2d": '
-                                      f'[{x}, {y}]}}</answer>')])
+                                      f'[{x}, {y}]}}</answer>'),
+    ("qwen", "image", lambda x, y: left_click(x * 168 / 160, y * 224 / 210)),
+    ("qwen", "0-1000", lambda x, y: left_click(x * 1000 / 160, y * 1000 / 210))])
 def test_a_remote_native_agent_on_miniwob(tmp_path, capsys, tabs, dialect, coordinates, answer):
     """The server knows where the task's tab is: what it says lands there."""
     with serving(lambda path, body, headers: answer(*tabs[tab_of(request_text(body))])) as server:
@@ -234,6 +242,31 @@ def test_a_remote_native_agent_on_miniwob(tmp_path, capsys, tabs, dialect, coord
         step, = e["steps"]
         x, y = tabs[tab_of(e["instruction"])]
         assert abs(step["point"][0] - x) <= 1 and abs(step["point"][1] - y) <= 1 and not e["plan"]
+
+
+@pytest.mark.parametrize("settings, size", [
+    ({}, "1288x728"), ({"coordinates": "0-1000"}, "1000x1000"), ({"coordinates": "page"}, "1280x720"),
+    ({"max_pixels": 0}, "1280x720"), ({"max_pixels": 501760}, "924x504")])
+def test_the_untrained_qwen_is_told_its_tool_and_the_size_of_its_space(settings, size, policy, monkeypatch):
+    monkeypatch.setenv("ACTOR_API_KEY", "k")
+    cfg = evaluate.Config(dialect="qwen", actor_model="m", actor_url="http://127.0.0.1:1/v1", use_plan=False,
+                          **settings)
+    env = SimpleNamespace(width=1280, height=720, scale=1.0)
+    texts = evaluate.with_screen(evaluate.load_texts(cfg), cfg, env, evaluate.load_model(cfg, "actor"))
+    system, user = texts.actor("Buy it", [])
+    assert f"screenshot of {size} pixels" in system and "<tools>" in system and "Buy it" in user
+    assert "{width}" not in texts.actor("Buy it", [])[0] and '"coordinate": [x, y]' in system
+    if not settings:     # a model in this process says itself what it sees
+        env = SimpleNamespace(width=160, height=210, scale=1.0)
+        texts = evaluate.with_screen(evaluate.load_texts(cfg), cfg, env, policy.sample)
+        assert "screenshot of 112x140 pixels" in texts.actor("", [])[0]
+
+
+def test_prompts_of_ones_own_replace_the_dialects(tmp_path):
+    (tmp_path / "mine.json").write_text('{"actor_system": "Mine, {width} wide."}')
+    cfg = evaluate.Config(dialect="qwen", prompts=str(tmp_path / "mine.json"))
+    assert evaluate.load_texts(cfg).texts["actor_system"] == "Mine, {width} wide."
+    assert "<tools>" not in evaluate.load_texts(evaluate.Config()).texts["actor_system"]
 
 
 def test_our_two_roles_on_a_server(tmp_path, tabs):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sites.webarena.rules import PROFILES, Unknown, includes, tokens, words
+from sites.webarena.rules import PROFILES, Unknown, equals, includes, tokens, words
 from sites.webarena.score import (
     ROLES,
     ScriptError,
@@ -198,8 +198,18 @@ def test_words_of_numbers_units_codes_and_dates():
     assert words("B0738JQG6Q 16x24 2023-05-31 10:30 1.2.3") == ["b0738jqg6q", "16x24", "2023-05-31", "10:30",
                                                                 "1.2.3"]
     assert words("$1,234.50 (-2) 3-5 40.4,-79.9") == [Decimal(n) for n in "1234.50 -2 3 5 40.4 -79.9".split()]
-    assert words("can't Teofila\u2019s 65% A&B") == ["can't", "teofila", "s", Decimal(65), "%", "a", "and",
-                                                     "b"]
+    assert words("can't Teofila\u2019s 65% Alpha&B") == ["can't", "teofila", "s", Decimal(65), "%", "alpha",
+                                                        "and", "b"]
+
+
+def test_words_keep_the_signs_of_names_and_no_others():
+    assert words("C, C++, C++17, C#/F#. .NET (.NET) A+ R&D AT&T O'Neil's") == [
+        "c", "c++", "c++", Decimal(17), "c#", "f#", ".net", ".net", "a+", "r&d", "at&t", "o'neil", "s"]
+    assert words("it ends.Then ...so; page#part #7 1+2 a+b x & y Alpha&B") == [
+        *"it ends then so page part".split(), Decimal(7), Decimal(1), Decimal(2), *"a b x and y".split(),
+        "alpha", "and", "b"]
+    assert words(".5 -.5 $.50 No.5 1.5 v.5 ..5") == [Decimal(n) for n in ".5 -.5 .50".split()] + [
+        "no", Decimal(5), Decimal("1.5"), "v", Decimal(5), Decimal(5)]
 
 
 def test_tokens_are_nltks():
@@ -234,6 +244,26 @@ def test_every_real_reference_includes_itself_and_no_number_includes_a_longer_on
         assert includes(reference, f"The answer is {reference}, I think.")
         if reference.isdigit():
             assert not includes(reference, f"1{reference}") and not includes(reference, f"{reference}7.5")
+
+
+def references(thing) -> set[str]:
+    """Every reference text of every rule anywhere in a JSON value."""
+    if isinstance(thing, list):
+        return set().union(*map(references, thing))
+    if not isinstance(thing, dict):
+        return set()
+    found = [thing.get(rule) or [] for rule in ("must_include", "must_exclude", "one_of", "exact_match")]
+    texts = [text for texts in found for text in ([texts] if isinstance(texts, str) else texts)]
+    return {part for text in texts for part in text.split(" |OR| ")}.union(*map(references, thing.values()))
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the real task files in ../shared/data are not here")
+def test_every_reference_of_every_real_task_file_matches_itself():
+    files = sorted(DATA.rglob("*.raw.json"))
+    texts = set().union(*(references(json.loads(file.read_text())) for file in files))
+    assert len(files) >= 6 and len(texts) > 800
+    for text in texts:
+        assert includes(text, text) and includes(text, f"It is {text}, I think.") and equals(text, text), text
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the real task files in ../shared/data are not here")
