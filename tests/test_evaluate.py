@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from model_server import serving
+from test_docs import logged
 
 import analysis
 import evaluate
@@ -62,6 +63,7 @@ def test_every_profile_is_scored_from_the_same_episodes_and_the_provenance_is_co
              line("c", 1.0, rewards={"fixed": 1.0, "vab": None}, commit="c2"), line("d", None, **UNKNOWN)]
     cfg = evaluate.Config(actor="A", decomposer="D", adapters="R", judge_model="a-judge", also="vab")
     got = evaluate.make_result(cfg, lines, load_prompts())
+    assert set(got) == set(logged("result"))              # docs/metrics.md defines each key
     fixed, vab = got["profiles"]["fixed"], got["profiles"]["vab"]
     assert (got["profile"], got["success"], got["n_unknown"]) == ("fixed", pytest.approx(2 / 3), 1)
     assert {k: got[k] for k in fixed} == fixed

@@ -1,4 +1,4 @@
-"""The README's worked forks: each is a short diff that applies, changes what it says, and runs."""
+"""docs/forking.md: each worked fork is a short diff that applies, changes what it says, and runs."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
-FORKS = re.findall(r"### ([^\n]+)\n(?:(?!###|```).)*```diff\n(.*?)```", README, re.S)
+TEXT = (ROOT / "docs/forking.md").read_text()
+FORKS = re.findall(r"(?m)^## ([^\n]+)\n(?:(?!##|```).)*```diff\n(.*?)```", TEXT, re.S)
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
 GROUPS = """
 import torch, grpo_hier as g

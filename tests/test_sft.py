@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, png, request
+from test_docs import logged
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -409,9 +410,7 @@ def same_weights(a, b, tolerance):
 def test_log_lines_say_what_the_glossary_says(whole, tiny_model):
     language = load_model(tiny_model).config.text_config
     keys = set(log(whole)[0])
-    block = (ROOT / "README.md").read_text().split("<!-- sft log -->")[1].split("<!-- /sft log -->")[0]
-    assert keys == {k for row in block.splitlines() if row.startswith("| `")
-                    for k in row.split("|")[1].replace("`", "").replace(" ", "").split(",")}
+    assert keys == set(logged("sft log"))
     for o in log(whole):
         assert o["flops"] > 3 * flops.language_flops(language, [1] * o["positions"], 0)
         assert o["mfu"] > 0 and o["peak_gb"] > 0.1

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_readme import glossary
+from test_docs import glossary
 
 ROOT = Path(__file__).resolve().parent.parent
 ENV = os.environ | {"OMP_WAIT_POLICY": "passive", "OPENAI_API_KEY": "none", "TOKENIZERS_PARALLELISM": "false"}
@@ -156,7 +156,7 @@ def test_stage_3_killed_and_resumed_ends_with_the_same_bytes(models):
     rewards = [e["reward"] for e in lines(whole / "episodes.jsonl")]
     assert 0 < sum(rewards) < len(rewards), "no spread of rewards, so this test would show nothing"
     assert sum(line["grad_A"] for line in lines(whole / "log.jsonl")) > 0
-    assert set(lines(whole / "log.jsonl")[0]) == glossary()[0]     # the README defines every key
+    assert set(lines(whole / "log.jsonl")[0]) == glossary()[0]     # docs/metrics.md defines every key
     for file in ("actor/adapter_model.safetensors", "actor/optimizer.pt",
                  "decomposer/adapter_model.safetensors"):
         assert ((last_checkpoint(whole) / file).read_bytes()

@@ -44,7 +44,7 @@ def read_split(source: str, split: str) -> tuple[list[dict], str]:
 def read_tasks(path) -> list[dict]:
     """The task objects of a file; UserError for a file that holds none."""
     if not Path(path).is_file():
-        raise UserError(f"task file {path}: no such file; the README says where to get the task files")
+        raise UserError(f"task file {path}: no such file; docs/webarena.md says where to get one")
     data = Path(path).read_bytes()
     for encoding in ("utf-8-sig", "gbk"):       # ScaleCUA writes its substituted file in GBK
         with contextlib.suppress(UnicodeDecodeError):

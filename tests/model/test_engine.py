@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 from conftest import png
+from test_docs import glossary
 from test_grpo_log import log_of
-from test_readme import glossary
 from vllm_stub import VllmStub
 
 import grpo_hier
@@ -294,4 +294,4 @@ def test_a_run_through_servers_logs_what_a_local_run_logs(tiny_model, make_polic
     for a, b in zip(local, remote):
         assert {k: b[k] for k in same} == pytest.approx({k: a[k] for k in same}, rel=1e-3, abs=1e-6)
     assert all(line["phases"]["generation"] > 0 for line in remote)
-    assert glossary()[1] == {k for k in remote[0] if k not in local[0]}     # the README defines every key
+    assert glossary()[1] == {k for k in remote[0] if k not in local[0]}     # docs/metrics.md defines each key
