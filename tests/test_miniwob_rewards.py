@@ -120,14 +120,14 @@ def test_no_number_is_no_even_number(env, session):
 
 
 def test_a_straight_stroke_far_away_is_no_circle(env, session):
+    """All its points are equally far from the dot, which is all that the page looks at."""
     task = env.task("draw-circle", 3_000_000)
     session.open(task)
     x, y = bench.spot(session.page, "#circ")
-    x = 12 if x > 80 else 118
-    y = 62 if y > 112 else 148
-    bench.stroke(session.page, [(x + 3 * k, y + 3 * k) for k in range(10)])
+    right, down = -1 if x > 80 else 1, -1 if y > 112 else 1
+    bench.stroke(session.page, [(x + right * (42 + k), y + down * (42 - k)) for k in range(-12, 13, 2)])
     verdict = env.judge(task, session, "")
-    assert verdict.reward == 0 and env.leave(session)["raw_reward"] > 0
+    assert verdict.reward == 0 and env.leave(session)["raw_reward"] == 1
 
 
 def test_what_comes_after_the_end_does_not_repair_the_answer(env, session):
