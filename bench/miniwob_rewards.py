@@ -1,12 +1,13 @@
 """Does a wrong answer ever count as success on MiniWoB++? Every page, in real Chromium, by the rules of
 miniwob_rewards.py, with answers that nobody has to think about.
 
-    python bench/miniwob_rewards.py                     # 20 tasks of each page; the last line is one JSON object
+    python bench/miniwob_rewards.py                  # 20 tasks of each page; the last line is one JSON object
     python bench/miniwob_rewards.py --pages hot-cold --seeds 3
 
 Three answers are tried on the tasks of the split `eval`: nothing at all; pressing what submits at once, where
-there is such a thing; and, on every page that has a rule of its own, the right answer without one of its parts,
-or beside the mark (`wrong`). The last have the right answer as well, a pixel or two off where aim is graded.
+there is such a thing; and, on every page that has a rule of its own, the right answer without one of its
+parts, or beside the mark (`wrong`). The last get the right answer as well, a pixel or two off where aim is
+graded.
 
     idle_success              tasks that are a success without any action
     submit_success_unearned   tasks that submitting at once makes a success with less than the full raw reward
@@ -46,7 +47,7 @@ SUBMIT = """() => {
     if (found) found.click();
     return Boolean(found); }"""
 
-# ------------------------------------------------------------------------------------------ right and wrong answers
+# ---------------------------------------------------------------------------------- right and wrong answers
 # A page's answer as JavaScript, a function of whether it is to be the right one.
 BOXES = """right => {
     const asked = document.querySelector('#query').textContent
@@ -95,7 +96,7 @@ SCRIPTS = {
         cards[right ? 0 : 1].click();
         document.querySelector('#submit').click(); }""",
     "phone-book": """right => {
-        const [, name, kind] = $('#query').text().match(/Find (.*) in the contact book and click on their (\\w+)/);
+        const [, name, kind] = $('#query').text().match(/Find (.*) in the contact book .* their (\\w+)/);
         for (let n = 0; n < 5 && $('#contact .name').text() !== name; n++) $('#pagination .next a').click();
         const others = ['phone', 'email', 'address'].filter(other => other !== kind);
         $('#contact .' + (right ? kind : others[0])).click(); }""",
@@ -111,12 +112,13 @@ SCRIPTS = {
         document.querySelector('#subbtn2').click(); }""",
     "generate-number": """right => {
         const [, kind, limit] = $('#query').text().match(/(less|greater|odd|even)(?: than (\\d+))?/);
-        const good = { less: n => n < +limit, greater: n => n > +limit, odd: n => n % 2, even: n => n % 2 === 0 };
+        const good = {less: n => n < limit, greater: n => n > limit, odd: n => n % 2, even: n => n % 2 === 0};
         const shown = () => $('#display-number').text();
         while (right && !(shown() !== '-' && good[kind](+shown()))) $('#generate').click();
         $('#submit').click(); }""",
     "form-sequence-2": """right => {
-        const [, radio, number, box] = $('#query').text().match(/the (\\d)\\w+ radio .* "(-?\\d+)" into the (\\d)/);
+        const [, radio, number, box] = $('#query').text()
+            .match(/the (\\d)\\w+ radio .* "(-?\\d+)" into the (\\d)/);
         $('input[type=radio]')[right ? radio - 1 : radio % 3].click();
         $('#input-' + box).val(number);
         $('#subbtn')[0].click(); }""",
@@ -208,8 +210,8 @@ def draw_line(page, right: bool) -> None:
 def draw_circle(page, right: bool) -> None:
     """A circle that wobbles by a pixel or two; the wrong one stops after 250 of 360 degrees."""
     x, y = spot(page, "#circ")
-    turns = [math.radians((360 if right else 250) * k / 40) for k in range(41)]
-    stroke(page, [(x + (24 + k % 3) * math.cos(t), y + (24 + k % 3) * math.sin(t)) for k, t in enumerate(turns)])
+    turns = [(24 + k % 3, math.radians((360 if right else 250) * k / 40)) for k in range(41)]
+    stroke(page, [(x + radius * math.cos(turn), y + radius * math.sin(turn)) for radius, turn in turns])
 
 
 def drag_shapes(page, right: bool) -> None:
@@ -275,13 +277,13 @@ def answer(page, name: str, right: bool) -> None:
         DRIVERS[name](page, right)
 
 
-# ------------------------------------------------------------------------------------------------------- the tries
+# ------------------------------------------------------------------------------------------------ the tries
 def begin(env: MiniWob, session: Session, task) -> None:
     session.open(task)
     if task.site in TIMED:
         session.page.clock.install()
         env.open(task, session)
-        session.page.clock.pause_at(session.page.evaluate("Date.now()") / 1000 + 0.1)
+        session.page.clock.pause_at(session.page.evaluate("Date.now()") / 1000 + 1)
         # Session's style makes every move a transition of 1 ms, which ends in a frame that need not come here
         session.page.evaluate("document.adoptedStyleSheets = []")
         session.spoiled = True  # the next task gets a context whose clock is its own

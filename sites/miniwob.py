@@ -61,6 +61,8 @@ START = """([seed, style, witness]) => {
     core.startEpisodeReal();
     core.clearTimer();
 }"""
+STATE = """() => typeof WOB_DONE_GLOBAL === 'undefined' ? null
+    : [WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL, WOB_REWARD_REASON, window.witnessed]"""
 UTTERANCE = """() => { const u = core.getUtterance(); return typeof u === 'string' ? u : u.utterance; }"""
 
 
@@ -84,8 +86,8 @@ class MiniWob(Environment):
         for page in self.pages:
             check_page(page, self.root)
             if rule_of(page).least is None and not any_reward:
-                raise UserError(f"the MiniWoB++ page {page!r} cannot be judged: {rule_of(page).why}; leave it "
-                                f"out, or take the package's own meaning of success with --any_reward true")
+                raise UserError(f"the MiniWoB++ page {page!r} cannot be judged: {rule_of(page).why}; leave "
+                                f"it out, or give --any_reward true for the package's own judgement")
         if not self.pages or not 0 < instances <= SEEDS_PER_SPLIT or not scale > 0:
             raise UserError("MiniWoB++ needs a page (--tasks), 1 to a million --instances of each and a "
                             "positive --scale")
@@ -127,8 +129,7 @@ class MiniWob(Environment):
 
     def judge(self, task: Task, session, answer: str) -> Verdict:
         """0 or 1 by the page's rule, or by `any_reward`; the answer plays no part."""
-        state = session.page.evaluate("() => typeof WOB_DONE_GLOBAL === 'undefined' ? null : [WOB_DONE_GLOBAL, "
-                                      "WOB_RAW_REWARD_GLOBAL, WOB_REWARD_REASON, window.witnessed]")
+        state = session.page.evaluate(STATE)
         self.raw[id(session)] = None
         if state is None:
             return Verdict(0.0, "the agent left the page", {"raw>0": 0.0})
@@ -153,7 +154,7 @@ class MiniWob(Environment):
 
 
 def make(cfg) -> MiniWob:
-    """The environment of a stage's config (fields tasks, instances, scale and any_reward of RolloutConfig)."""
+    """The environment of a stage's config (fields tasks, instances, scale, any_reward of RolloutConfig)."""
     return MiniWob(cfg.tasks, cfg.instances, cfg.scale, cfg.any_reward)
 
 

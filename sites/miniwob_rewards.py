@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rule:
-    """The least raw reward of a success, the kind of page, the reason, and a JavaScript expression that must be
-    true at the moment in which the page ends the episode."""
+    """The least raw reward of a success, the kind of page, the reason, and a JavaScript expression that must
+    be true at the moment in which the page ends the episode."""
     least: float | None
     kind: str
     why: str
@@ -35,8 +35,8 @@ BOXES = "pays (right boxes - wrong boxes) / boxes: to submit nothing earns up to
 NOT_IN_THE_LIST = Rule(
     1.0, "witness", "takes any text with the right beginning and end; an item is one of the list",
     "ui_utils.COUNTRIES.includes($('#tags').val().trim())")
-COLOR = ("pays 1 - mean difference of the channels, 0.5 for a colour at random; 0.95 is one pixel off in each of "
-         "the picker's three fields, and the nearest two of the named colours, gold and yellow, are 0.948 apart")
+COLOR = ("pays 1 - mean difference of the channels, two thirds for a colour at random; 0.95 is one pixel off "
+         "in each of the picker's three fields; gold for yellow, the nearest names, pays 0.948")
 
 RULES = {
     # ------------------------------------------------------------------------------------------------- parts
@@ -50,14 +50,14 @@ RULES = {
     "find-greatest": Rule(1.0, "parts", "pays 0.1 for a card that is not the greatest"),
     "phone-book": Rule(1.0, "parts", "pays 0.4 for another detail of the right person"),
     "moving-items": Rule(
-        0.85, "parts", "pays 0.2 for each of ten circles from -1 up, -0.05 for each click beside: 0.85 is all "
-        "ten with three misses, nine without any are 0.8"),
+        0.85, "parts", "pays 0.2 for each of ten circles from -1 up, -0.05 for each click beside: 0.85 is "
+        "all ten with three misses, nine without any are 0.8"),
     # ------------------------------------------------------------------------------------------------- bands
     "hot-cold": Rule(1.0, "bands", "pays 0.5 for WARM (10 px) and 0.25 for COLD (40 px); HOT is 5 px"),
     "button-delay": Rule(1.0, "bands", "pays 0.6 and 0.35 for a wait that is 40 and 65 % off; 1 up to 15 %"),
     "draw-line": Rule(
-        0.95, "bands", "pays 0.8 for direction and length and 0.2 for the dot: 0.95 is the former in full and a "
-        "point of the stroke within 10 px of where the page looks for the dot, 6 px beside the one it shows"),
+        0.95, "bands", "pays 0.8 for direction and length and 0.2 for the dot: 0.95 is the former in full "
+        "and a point of the stroke within 10 px of the page's mark, which is 6 px beside the dot it shows"),
     "draw-circle": Rule(
         0.9, "bands", "pays 1, 0.9, 0.7 ... for a distance from the dot that varies by 2, 4, 7 px: 4 px is a "
         "steady hand; it pays the same for a short straight stroke far away, so no quarter may be missing",
@@ -67,13 +67,13 @@ RULES = {
         "(arrayPoints, d3.select('#circ').node().getBBox())"),
     # ---------------------------------------------------------------------------------------------- distance
     "circle-center": Rule(
-        0.85, "distance", "pays 1 - distance / radius (25 to 39 px), and an exact click is 0.7 px off: 0.85 is "
-        "4 to 6 px, two of aim and two by eye in the smallest circle"),
+        0.85, "distance", "pays 1 - distance / radius (25 to 39 px), and an exact click is 0.7 px off: 0.85 "
+        "is 4 to 6 px, two of aim and two by eye in the smallest circle"),
     "find-midpoint": Rule(
         0.85, "distance", "pays 1 - distance / 30 px: 0.85 is 4.5 px, two of aim and two by eye"),
     "right-angle": Rule(
-        0.93, "distance", "pays 1 - error / 90 degrees: 0.93 is 6 degrees, of which 2 px of aim on the shortest "
-        "arm are 4 and the page's unequal dots 1"),
+        0.93, "distance", "pays 1 - error / 90 degrees: 0.93 is 6 degrees, of which 2 px of aim on an arm of "
+        "30 px are 4 and the page's unequal dots 1"),
     "bisect-angle": Rule(
         0.85, "distance", "pays 1 - error / half the angle: 0.85 is 4.5 degrees of 60, or 2 px of aim at the "
         "far end of an angle of 20"),
@@ -91,11 +91,11 @@ RULES = {
         "document.querySelector('#query').textContent.includes('the ' + ['1st', '2nd', '3rd']"
         "[document.querySelector('[name=radio]:checked')?.value - 1] + ' radio')"),
     "daily-calendar": Rule(
-        1.0, "witness", "looks only at an event's end, so that it may begin before the time that is asked for",
+        1.0, "witness", "looks only at an event's end: it may begin before the time that is asked for",
         "Number($('#newEvent').attr('data-start')) >= "
         "{8: 16, 12: 24, 4: 32}[$('#query').text().match(/between (\\d+)/)[1]]"),
     "terminal": Rule(
-        1.0, "witness", "takes names that end like the extension (bash for .sh) or are a letter shorter than it",
+        1.0, "witness", "takes names that end like the extension (bash for .sh) or are one letter shorter",
         "(([, file = ''], kind) => kind[0] === '.' ? file.endsWith(kind) : !file.includes('.'))"
         "($('#active-input').text().split(/\\s/), $('#query .bold').text())"),
     "use-autocomplete": NOT_IN_THE_LIST,

@@ -1,5 +1,5 @@
-"""A wrong answer is no success on any MiniWoB++ page, and a right one is: every page in real Chromium, and what
-files say of it."""
+"""A wrong answer is no success on any MiniWoB++ page, and a right one is: every page in real Chromium, and
+what the files say of it."""
 
 import json
 import math
@@ -38,14 +38,14 @@ def session(env):
     s.stop()
 
 
-# --------------------------------------------------------------------------------------------------- the table
+# -------------------------------------------------------------------------------------------------- the table
 def test_the_table_names_pages_that_are_there_and_says_why():
     assert len(PAGES) == 130 and set(RULES) <= set(PAGES)
     for page, rule in RULES.items():
         assert rule.kind in ("parts", "bands", "distance", "witness", "never") and len(rule.why) > 20, page
         assert (rule.least is None) == (rule.kind == "never") and not (rule.least or 1) > 1, page
         assert rule.least == 1 or rule.kind in ("bands", "distance", "never") or page == "moving-items"
-        assert page in bench.SCRIPTS or page in bench.DRIVERS or rule.kind == "never", f"{page} is never answered"
+        assert page in bench.SCRIPTS or page in bench.DRIVERS or rule.kind == "never", f"{page}: no answer"
     assert rule_of("click-tab") is FULL
 
 
@@ -96,9 +96,9 @@ def answered(env, session, page, right, seed=3_000_000):
     return env.judge(task, session, ""), env.leave(session)["raw_reward"]
 
 
-@pytest.mark.parametrize("page, raw", [("find-greatest", 0.1), ("phone-book", 0.4), ("ascending-numbers", 0.6),
-                                       ("hot-cold", 0.5), ("button-delay", 0.6), ("odd-or-even", 1 / 3),
-                                       ("drag-shapes-2", 0.84)])
+@pytest.mark.parametrize("page, raw", [
+    ("find-greatest", 0.1), ("phone-book", 0.4), ("ascending-numbers", 0.6), ("hot-cold", 0.5),
+    ("button-delay", 0.6), ("odd-or-even", 1 / 3), ("drag-shapes-2", 0.84)])
 def test_a_part_of_the_answer_is_paid_and_is_no_success(env, session, page, raw):
     verdict, paid = answered(env, session, page, right=False)
     assert paid == pytest.approx(raw) and verdict.reward == 0 and verdict.rewards == {"raw>0": 1.0}
@@ -120,14 +120,14 @@ def test_no_number_is_no_even_number(env, session):
 
 
 def test_a_straight_stroke_far_away_is_no_circle(env, session):
+    """All its points are equally far from the dot, which is all that the page looks at."""
     task = env.task("draw-circle", 3_000_000)
     session.open(task)
     x, y = bench.spot(session.page, "#circ")
-    x = 12 if x > 80 else 118
-    y = 62 if y > 112 else 148
-    bench.stroke(session.page, [(x + 3 * k, y + 3 * k) for k in range(10)])
+    right, down = -1 if x > 80 else 1, -1 if y > 112 else 1
+    bench.stroke(session.page, [(x + right * (42 + k), y + down * (42 - k)) for k in range(-12, 13, 2)])
     verdict = env.judge(task, session, "")
-    assert verdict.reward == 0 and env.leave(session)["raw_reward"] > 0
+    assert verdict.reward == 0 and env.leave(session)["raw_reward"] == 1
 
 
 def test_what_comes_after_the_end_does_not_repair_the_answer(env, session):
@@ -151,14 +151,14 @@ def test_a_reward_that_is_no_number_is_no_success(env, session):
     assert env.leave(session) == {"raw_reward": None}
 
 
-# --------------------------------------------------------------------------------- pages that cannot be judged
+# -------------------------------------------------------------------------------- pages that cannot be judged
 def test_a_page_that_cannot_be_judged_is_refused_with_reason_and_remedy():
     with pytest.raises(UserError, match="'hover-shape' cannot be judged: it never ends .*--any_reward true"):
         make(RolloutConfig(env="miniwob", tasks="click-tab,hover-shape"))
     make(RolloutConfig(env="miniwob", tasks="click-tab,hover-shape", any_reward=True)).close()
 
 
-# ------------------------------------------------------------------------------------------ what the files say
+# ----------------------------------------------------------------------------------------- what the files say
 @pytest.fixture(scope="module")
 def submit(env, session):
     """A model that presses use-colorwheel's Submit and touches nothing else."""
@@ -190,7 +190,8 @@ def test_result_and_record_say_what_a_success_was(tmp_path, monkeypatch, capsys,
 
 def test_the_bench_ends_in_one_line_that_counts():
     few = ["--seeds", "1", "--pages", "click-checkboxes,click-test,hover-shape,generate-number"]
-    done = subprocess.run([sys.executable, ROOT / "bench/miniwob_rewards.py", *few], capture_output=True, text=True)
+    command = [sys.executable, ROOT / "bench/miniwob_rewards.py", *few]
+    done = subprocess.run(command, capture_output=True, text=True)
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["pages"] == 4 and line["refused"] == ["hover-shape"] and line["right_success"] == 2
     assert not line["idle_success"] + line["submit_success_unearned"] + line["parts_success_unearned"]
