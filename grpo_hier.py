@@ -41,7 +41,7 @@ from policy import Policy, Sample, need_model, parameter_count
 from prompts import load_prompts
 from rollout import Group, Pool, RolloutConfig, load_environment
 from runtime import (DTYPES, UserError, all_reduce_flat_, append_jsonl, check, gather_objects,
-                     latest_checkpoint, launch, open_run, process_group, rewrite_jsonl)
+                     latest_checkpoint, launch, need_directories, open_run, process_group, rewrite_jsonl)
 
 # B tasks of a rollout batch, K plans per task, M episodes per plan, N samples, T tokens of a padded response.
 # D and A are the roles, never dimensions. A sample is one response: a plan d_i, or one action a_ijk.
@@ -88,6 +88,7 @@ class Config(RolloutConfig):
         super().__post_init__()
         check(self, "K", "M", "passes", "epochs", "tasks_per_rank", "micro_batch", "lora_r",
               norm=("drgrpo", "printed"), dtype=DTYPES, engine=("local", "vllm"), pipeline=(0, 1))
+        need_directories(self, "adapters_dir")
 
 
 FREE = ("threads", "micro_batch", "micro_tokens", "keep", "max_batch", "actor_url", "decomposer_url",

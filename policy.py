@@ -168,6 +168,13 @@ def load_model(path, device="cpu", dtype="float32"):
     return group_windows(model.to(device))
 
 
+def recompute_activations(model) -> None:
+    """Keep no activations for the backward pass (by the newer transformers' name for it, or the older ones').
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 class Inputs:
     """Texts and screenshots -> ids and tensors, for one checkpoint: tokenizer + PIL image processor."""
 
@@ -285,7 +292,7 @@ class Policy:
         self.autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")
         self.checkpointing = checkpointing
         if checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_activations(self.model)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The adapter's parameters by name: chosen by name, not by requires_grad,

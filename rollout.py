@@ -30,7 +30,7 @@ import dialects
 from browser import Session
 from chromium import SITE, Watchdog, web_errors
 from prompts import format_plan, parse_plan
-from runtime import UserError, check
+from runtime import UserError, check, need_directories
 
 
 # -------------------------------------------------------------------------------------------- what things are
@@ -196,6 +196,7 @@ class RolloutConfig:
     def __post_init__(self):
         check(self, "threads", "instances", "max_steps", "max_tokens_D", "max_tokens_A", "max_batch",
               "cpu_threads")
+        need_directories(self, "auth", "leases", "judge_cache")
         if set("@?") & set(self.browser_ws):
             raise UserError("--browser_ws: no password or token in an address, it would be written down; "
                             "forward the port (ssh -L) and give ws://127.0.0.1:PORT/")

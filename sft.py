@@ -21,6 +21,7 @@ that the actor reads. PAPER-GAP 11: the history holds operation texts, else acti
 
 import contextlib
 import math
+import os
 import resource
 import shutil
 import tempfile
@@ -42,8 +43,9 @@ import data
 import flops
 import trajectories
 from attention import pieces_to, separate_records
-from checkpoints import alone, with_models
-from policy import Inputs, forward_hidden, load_model, need_model, parameter_count, token_logp
+from checkpoints import alone, load_sharded, need_room, with_models
+from policy import (Inputs, forward_hidden, load_model, need_model, parameter_count, recompute_activations,
+                    token_logp)
 from prompts import Subtask, format_plan, load_prompts
 from runtime import (DTYPES, UserError, World, append_jsonl, atomic_directory, check, drop_old_checkpoints,
                      gather_objects, latest_checkpoint, launch, open_run, process_group, read_settings,
@@ -154,7 +156,7 @@ def build(cfg: Config, world):
         model.model.visual.blocks.requires_grad_(False)
         model.model.visual.patch_embed.requires_grad_(False)
     if cfg.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(model)
     module = TargetLogp(model.train())
     return shard(module, getattr(torch, cfg.dtype)) if world.size > 1 else module
 
@@ -218,7 +220,7 @@ class Checkpoints:
         if newest is None:
             return 0
         state = self.state()
-        dcp.load(state, checkpoint_id=newest, no_dist=alone(self.world))
+        load_sharded(state, newest, self.world)
         set_state_dict(self.module, self.optimizer, model_state_dict=state["model"],
                        optim_state_dict=state["optimizer"])
         return int(newest.name)
@@ -462,8 +464,9 @@ class ExportConfig:
 def export(cfg: ExportConfig) -> None:
     run = Path(cfg.run_dir)
     written = read_settings(run)
-    if Path(cfg.out).resolve() == (run / "hf").resolve():
+    if os.path.realpath(cfg.out) == os.path.realpath(run / "hf"):
         raise UserError(f"--out {cfg.out} would mark the run as finished; give another directory")
+    need_room(cfg.out)
     newest = latest_checkpoint(run / "checkpoints")
     if newest is None:
         raise UserError(f"{run} has no complete checkpoint yet; one is written every --save_every steps")
@@ -473,8 +476,7 @@ def export(cfg: ExportConfig) -> None:
         raise UserError(f"{run} is no run of stage 2: {e}; give the --run_dir of one") from None
     with process_group() as world:
         module = build(settings, world)
-        state = {"model": get_model_state_dict(module)}                # the weights themselves
-        dcp.load(state, checkpoint_id=newest, no_dist=alone(world))
+        load_sharded({"model": get_model_state_dict(module)}, newest, world)    # into the weights themselves
         write_hf(module, Inputs(settings.model), Path(cfg.out), settings.dtype, world)
         if world.main:
             print(f"{cfg.out} is the {settings.role} after {int(newest.name)} steps")
