@@ -142,8 +142,8 @@ def poison(name):
 BROKEN = {"nan": "1 of its 28 tensors hold NaN or infinite numbers", "infinite": "NaN or infinite",
           "all nan": "28 of its 28 tensors", "shape": "is (8, 192) and not (4, 192)",
           "transposed": "is (192, 4) and not (4, 192)", "a tensor less": "1 tensors differ",
-          "cut": "cannot be read", "empty": "cannot be read", "no config": "cannot be read", "broken config": "cannot be read",
-          "another r": "--lora_r"}
+          "cut": "cannot be read", "empty": "cannot be read", "no config": "cannot be read",
+          "broken config": "cannot be read", "another r": "--lora_r"}
 
 
 @pytest.fixture
