@@ -89,13 +89,14 @@ def beside(path: Path) -> Path:
 def facts(path: Path) -> dict:
     """The run's config.json and result.json, as one object."""
     files = [beside(path) / name for name in ("config.json", "result.json")]
-    known = [json.loads(f.read_text(encoding="utf-8")) for f in files if f.is_file()]
+    known = [runtime.read_json(f, "the directory of a run") for f in files if f.is_file()]
     return functools.reduce(dict.__or__, known, {})
 
 
 def output(cfg: Config, stem: str) -> Path:
     """--out, or `stem` beside the first run's files."""
-    return Path(cfg.out or beside(next(iter(named_runs(cfg.runs).values()))) / stem)
+    first = next(iter(named_runs(cfg.runs).values()))
+    return runtime.new_file(cfg.out) if cfg.out else beside(first) / stem
 
 
 def rounded(x):
@@ -113,7 +114,7 @@ def show(result: dict, out="") -> None:
     """Print one JSON object on one line; write it to `out` too where given."""
     text = json.dumps(rounded(result), ensure_ascii=False)
     if out:
-        runtime.write_atomic(out, text + "\n")
+        runtime.write_atomic(runtime.new_file(out), text + "\n")
     print(text)
 
 
@@ -167,8 +168,7 @@ def draw_log(cfg: Config, panels: dict[str, str], name: str) -> None:
               for title, keys in panels.items()}
     series = {title: found for title, found in series.items() if found}
     if not series:
-        raise UserError(f"the logs of {', '.join(logs)} "
-                        f"have none of the keys to draw; give runs of grpo_hier.py")
+        raise UserError(f"the logs of {cfg.runs} have none of the keys to draw; give runs of grpo_hier.py")
     fig, axes = figure(len(series))
     for ax, (title, found) in zip(axes, series.items()):
         for run, key in found:
@@ -290,7 +290,8 @@ def table3(cfg: Config) -> None:
     """Decompositions per platform: number, mean length, share with unnecessary actions; paper beside."""
     found: dict[str, list] = {}
     for path in named_runs(cfg.runs).values():
-        for d in runtime.read_jsonl(path / "decompositions.jsonl" if path.is_dir() else path):
+        file = path / "decompositions.jsonl" if path.is_dir() else path
+        for d in runtime.read_jsonl(file, keys=("platform", "subtasks", "unnecessary")):
             for platform in (str(d["platform"]).lower(), "total"):
                 found.setdefault(platform, []).append((len(d["subtasks"]), bool(d["unnecessary"])))
     if not found:

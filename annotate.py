@@ -37,6 +37,7 @@ from model import llm
 from records.trajectories import Quarantine, Trajectory, TrajectoryFiles, load_image, read_image, read_meta
 from runtime import UserError, each_jsonl
 
+KEYS = "id", "platform", "subtasks", "unnecessary", "prompt_hash", "usage"          # what is read again
 TABLE_3 = {"Windows": (5873, 2.68, 1.2), "macOS": (3845, 2.43, 1.1), "Linux": (25122, 2.20, 1.8),
            "Android": (17245, 2.84, 1.6), "Web": (24311, 2.73, 1.5), "Total": (76396, 2.56, 1.6)}  # paper
 
@@ -231,7 +232,7 @@ class Ledger:
     def __init__(self, cfg: Config, prompt_hash: str):
         self.out, self.cfg, self.done, self.under_way = Path(cfg.out), cfg, set(), set()
         self.new, self.spent = Counter(), llm.Spent(cfg.prices)
-        for line in each_jsonl(self.out, repair=True):
+        for line in each_jsonl(self.out, repair=True, keys=KEYS):
             if line["prompt_hash"] != prompt_hash:
                 raise UserError(f"{self.out} was written with another prompt ({line['prompt_hash']} and not "
                                 f"{prompt_hash}); give another --out")
@@ -380,8 +381,7 @@ def handle(results: Iterable, ledger: Ledger, stop: Stop, patience: int, bar: tq
 def main(cfg: Config) -> None:
     read_meta(need_meta(cfg))                  # what is missing is said before anything is written
     prompts, client = load_teacher_prompt(cfg), new_client(cfg)
-    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)
-    with runtime.only_process(Path(cfg.out)):
+    with runtime.only_process(runtime.new_file(cfg.out)):
         # 1. What is there already, and what is to be done.
         ledger = Ledger(cfg, prompts.digest("teacher"))
         ledger.under_way = {about["id"] for about in llm.pending(f"{cfg.out}.batches")}
@@ -429,11 +429,12 @@ def main(cfg: Config) -> None:
 
 
 def load_teacher_prompt(cfg: Config) -> Prompts:
+    prompts = load_prompts(cfg.prompts)
     if not cfg.prompt_file:
-        return load_prompts(cfg.prompts)
+        return prompts
     try:
         return load_prompts(cfg.prompts, teacher=Path(cfg.prompt_file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, UserError) as e:
         raise UserError(f"--prompt_file {cfg.prompt_file}: {e}") from None
 
 
@@ -466,10 +467,10 @@ def need_meta(cfg: Config) -> str:
 
 def stats(cfg: Config) -> None:
     """Table 3 of the output beside the paper's numbers, the cost so far and what is left."""
-    if not Path(cfg.out).exists():
+    if not Path(cfg.out).is_file():
         raise UserError(f"no annotations at {cfg.out}; write them with annotate.py --out {cfg.out}")
     rows, spent, ids = {"Total": Counter()}, llm.Spent(cfg.prices), set()
-    for line in each_jsonl(Path(cfg.out)):
+    for line in each_jsonl(Path(cfg.out), keys=KEYS):
         ids.add(line["id"])
         spent.add(line["usage"])
         for name in (line["platform"], "Total"):
@@ -494,4 +495,4 @@ def stats(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    runtime.launch(main, stats, dry_run=dry_run)
+    runtime.launch(main, stats, dry_run=dry_run, words={"stats": ("out",)})

@@ -47,6 +47,7 @@ from runtime import (
     gather_objects,
     latest_checkpoint,
     launch,
+    need_directories,
     open_run,
     process_group,
     rewrite_jsonl,
@@ -106,6 +107,7 @@ class Config(RolloutConfig):
         check(self, "K", "M", "passes", "epochs", "tasks_per_rank", "micro_batch", "lora_r", "max_tokens_D",
               "max_tokens_A", norm=("drgrpo", "printed"), dtype=DTYPES, engine=("local", "vllm"),
               pipeline=(0, 1))
+        need_directories(self, "adapters_dir")
 
     @property
     def plans(self) -> int:

@@ -21,6 +21,7 @@ that the actor reads. PAPER-GAP 11: the history holds operation texts, else acti
 
 import contextlib
 import math
+import os
 import resource
 import shutil
 import tempfile
@@ -44,9 +45,9 @@ from tqdm import tqdm
 from language.prompts import Subtask, format_plan, load_prompts
 from model import flops
 from model.attention import pieces_to, separate_records
-from model.backbone import forward_hidden, load_model, need_model, parameter_count
+from model.backbone import forward_hidden, load_model, need_model, parameter_count, recompute_activations
 from model.inputs import Inputs
-from model.paths import alone, with_models
+from model.paths import alone, load_sharded, need_room, with_models
 from model.policy import token_logp
 from records import examples, trajectories
 from runtime import (
@@ -171,7 +172,7 @@ def build(cfg: Config, world):
         model.model.visual.blocks.requires_grad_(False)
         model.model.visual.patch_embed.requires_grad_(False)
     if cfg.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(model)
     module = TargetLogp(model.train())
     return shard(module, getattr(torch, cfg.dtype)) if world.size > 1 else module
 
@@ -235,7 +236,7 @@ class Checkpoints:
         if newest is None:
             return 0
         state = self.state()
-        dcp.load(state, checkpoint_id=newest, no_dist=alone(self.world))
+        load_sharded(state, newest, self.world)
         set_state_dict(self.module, self.optimizer, model_state_dict=state["model"],
                        optim_state_dict=state["optimizer"])
         return int(newest.name)
@@ -479,8 +480,9 @@ class ExportConfig:
 def export(cfg: ExportConfig) -> None:
     run = Path(cfg.run_dir)
     written = read_settings(run)
-    if Path(cfg.out).resolve() == (run / "hf").resolve():
+    if os.path.realpath(cfg.out) == os.path.realpath(run / "hf"):
         raise UserError(f"--out {cfg.out} would mark the run as finished; give another directory")
+    need_room(cfg.out)
     newest = latest_checkpoint(run / "checkpoints")
     if newest is None:
         raise UserError(f"{run} has no complete checkpoint yet; one is written every --save_every steps")
@@ -490,8 +492,7 @@ def export(cfg: ExportConfig) -> None:
         raise UserError(f"{run} is no run of stage 2: {e}; give the --run_dir of one") from None
     with process_group() as world:
         module = build(settings, world)
-        state = {"model": get_model_state_dict(module)}                # the weights themselves
-        dcp.load(state, checkpoint_id=newest, no_dist=alone(world))
+        load_sharded({"model": get_model_state_dict(module)}, newest, world)    # into the weights themselves
         write_hf(module, Inputs(settings.model), Path(cfg.out), settings.dtype, world)
         if world.main:
             print(f"{cfg.out} is the {settings.role} after {int(newest.name)} steps")

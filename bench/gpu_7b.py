@@ -195,7 +195,7 @@ def sft_measured(layers: int, cfg: SftConfig, device: str) -> dict:
     if cfg.freeze_vision:
         model.model.visual.blocks.requires_grad_(False)
         model.model.visual.patch_embed.requires_grad_(False)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    room.recompute_activations(model)
     module = stage_2.shard(stage_2.TargetLogp(model), torch.bfloat16)
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0)

@@ -200,7 +200,7 @@ def paper_design(cfg: Config, together: bool) -> dict:
 def validate(directory: Path, spread: float) -> dict:
     """Costs fitted to every other of a run's batches; the others' seconds, foretold and real. Browsers whose
     pages all took the same time would move in step: `spread` is that of their times."""
-    dice, cfg = random.Random(0), json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    dice, cfg = random.Random(0), runtime.read_settings(directory)
     log = [line for line in runtime.read_jsonl(directory / "log.jsonl") if "phases" in line][1:]
     if len(log) < 4:
         raise runtime.UserError(f"{directory}: {len(log) + 1} rollout batches with phases; 5 are needed")
@@ -252,7 +252,9 @@ def main(cfg: Config) -> None:
                for kind, _, what in [comments[f.name].partition(": ")] if kind in shown]
     measured = []
     if cfg.gpu:
-        costs = json.loads(Path(cfg.gpu).read_text(encoding="utf-8"))["costs"]
+        costs = runtime.read_json(cfg.gpu, "what bench/gpu_7b.py rl printed").get("costs")
+        if costs is None:
+            raise runtime.UserError(f"--gpu {cfg.gpu}: no costs in it; give what bench/gpu_7b.py rl printed")
         cfg = replace(cfg, **costs)
         measured = [f"{k} {v}: {cfg.gpu}" for k, v in costs.items()]
         assumed = [line for line in assumed if line.split()[0] not in costs]

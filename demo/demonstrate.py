@@ -159,6 +159,7 @@ def record(image, instruction, history, operation, action, env) -> dict:
 
 
 def main(cfg: Config) -> None:
+    runtime.need_directories(cfg, "out")
     out = Path(cfg.out)
     pages = [p.strip() for p in cfg.pages.split(",")]
     if unknown := [p for p in pages if p not in EXPERTS]:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import runtime
+from model.paths import need_room
 
 # H hidden size, V vocabulary
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
@@ -77,13 +78,20 @@ def collect_texts(paths: str) -> list[str]:
         root = Path(name)
         if not root.exists():
             raise runtime.UserError(f"--texts names {root}, which is missing; run demo/demonstrate.py first")
+        before = len(found)
         for file in sorted(root.rglob("*")) if root.is_dir() else [root]:
             if file.suffix == ".jsonl":
                 found += [s for line in runtime.read_jsonl(file) for s in _strings(line)]
             elif file.suffix == ".json":
-                found += _strings(json.loads(file.read_text(encoding="utf-8")))
+                try:
+                    found += _strings(json.loads(file.read_text(encoding="utf-8")))
+                except ValueError as e:
+                    raise runtime.UserError(f"--texts: {file} is no JSON ({e}); leave it out") from None
             elif file.suffix == ".txt":
-                found.append(file.read_text(encoding="utf-8"))
+                found.append(file.read_text(encoding="utf-8", errors="replace"))
+        if len(found) == before:
+            raise runtime.UserError(f"--texts: there is no text in {root}; name .json, .jsonl or .txt files, "
+                                    f"or directories with some")
     return found
 
 
@@ -186,6 +194,7 @@ def build(cfg: Config) -> Path:
 
 def main(cfg: Config) -> None:
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+    need_room(cfg.out)
     out = build(cfg)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(out)
     vocabulary = len(AutoTokenizer.from_pretrained(out))

@@ -70,6 +70,13 @@ def load_model(path, device="cpu", dtype="float32"):
     return group_windows(model.to(device))
 
 
+def recompute_activations(model) -> None:
+    """Keep no activations for the backward pass (by the newer transformers' name for it, or the older ones').
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def forward_hidden(model, inputs: dict) -> torch.Tensor:
     """(N, S, H) last hidden states. Raises ValueError without mm_token_type_ids: transformers would silently
     fall back to one-dimensional positions."""
@@ -106,7 +113,7 @@ class Adapted:
         self.autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")
         self.checkpointing = checkpointing
         if checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_activations(self.model)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """What is trained, by name."""

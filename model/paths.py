@@ -6,12 +6,16 @@ Every option that takes one of these takes RUN, RUN/checkpoints or one of its nu
 and `find_adapters` name the newest state that is complete, or say in one line what lies there instead.
 """
 
+import contextlib
 import dataclasses
 import json
+import pickle
 import warnings
 from pathlib import Path
 
-from runtime import UserError, World, latest_checkpoint
+from runtime import UserError, World, latest_checkpoint, need_directory
+
+EMPTY = "that directory is empty"
 
 
 # ---------------------------------------------------------------------------------------------------- finding
@@ -39,6 +43,13 @@ def with_models(cfg, *fields: str):
     down is what was used, and a run that goes on cannot go on with a newer one."""
     return dataclasses.replace(cfg, **{f: find_model(getattr(cfg, f), f"--{f}") for f in fields
                                        if getattr(cfg, f)})
+
+
+def need_room(out: str) -> None:
+    """UserError where a model is to be written and anything else than a model lies: it would be replaced."""
+    need_directory(out, f"--out {out}")
+    if Path(out).exists() and "model_type" not in settings_of(Path(out)) and what_is_there(out) != EMPTY:
+        raise UserError(f"--out {out}: {what_is_there(out)}, which would be lost; give another directory")
 
 
 def numbered(given) -> list[Path]:
@@ -75,7 +86,7 @@ def what_is_there(given) -> str:
     if "model_type" in run:
         return f"that is a {run['model_type']} model"
     listed = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
-    return f"that directory holds {listed}" if names else "that directory is empty"
+    return f"that directory holds {listed}" if names else EMPTY
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -108,17 +119,36 @@ def is_sharded(directory) -> bool:
 def read_sharded(directory) -> dict:
     """The model's weights out of a training state of stage 2, whole, by the model's own names."""
     import torch
-    import torch.distributed.checkpoint as dcp
-    known = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    from torch.distributed.checkpoint import FileSystemReader
+    with complete(directory):
+        known = FileSystemReader(directory).read_metadata().state_dict_metadata
     weights = {name.removeprefix("model."): torch.empty(about.size, dtype=about.properties.dtype)
                for name, about in known.items() if name.startswith("model.")}
-    dcp.load({"model": weights}, checkpoint_id=directory, no_dist=alone())
+    load_sharded({"model": weights}, directory)
     return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
 
 
+def load_sharded(state: dict, directory, world: World = World()) -> None:
+    """Fill the tensors of `state` from a training state of stage 2."""
+    import torch.distributed.checkpoint as dcp
+    with complete(directory):
+        dcp.load(state, checkpoint_id=directory, no_dist=alone(world))
+
+
+@contextlib.contextmanager
+def complete(directory):
+    """UserError where files of a training state are missing, cut or of another model."""
+    from torch.distributed.checkpoint import CheckpointException
+    try:
+        yield
+    except (CheckpointException, OSError, EOFError, ValueError, pickle.UnpicklingError) as e:
+        said = str(e).strip().splitlines() or [type(e).__name__]
+        raise UserError(f"checkpoint {directory}: its weights cannot be read ({said[-1].strip()[:200]}); "
+                        f"give another one, or remove it and the run goes on from the one before") from e
+
+
 def alone(world: World = World()) -> bool:
-    """Whether a process saves and loads by itself; torch warns of that even where it is told so, so that its
-    warning says nothing here."""
+    """Whether a process saves and loads by itself. Torch warns of that even where it is told so: no news."""
     if world.size == 1:
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable|uninit)", UserWarning)
     return world.size == 1

@@ -143,7 +143,7 @@ def read_meta(paths: str | Path | Iterable) -> list[Entry]:
 
         def there(p):
             return Path(p) if Path(p).exists() or Path(p).is_absolute() else path.parent / p
-        if isinstance(meta, list):
+        if isinstance(meta, list) and all(isinstance(p, str) for p in meta):
             entries += read_meta([there(p) for p in meta])
             continue
         for name, value in meta.items() if isinstance(meta, dict) else [("", None)]:
@@ -450,4 +450,8 @@ def load_decompositions(path) -> dict[str, list[tuple[str, str]]]:
     """decompositions.jsonl -> {trajectory id: [(title, goal), ...]}. Raises UserError where there is no such
     file."""
     need_decompositions(path)
-    return {o["id"]: [(s["title"], s["goal"]) for s in o["subtasks"]] for o in runtime.read_jsonl(path)}
+    try:
+        return {o["id"]: [(s["title"], s["goal"]) for s in o["subtasks"]]
+                for o in runtime.each_jsonl(path, keys=("id", "subtasks"))}
+    except (KeyError, TypeError) as e:
+        raise runtime.UserError(f"{path} holds no subtasks ({e!r}); give what annotate.py wrote") from None

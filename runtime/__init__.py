@@ -93,7 +93,7 @@ def remedy(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission for {error.filename or 'a file'}: give a place of your own (--run_dir, --out)"
     if isinstance(error, OSError) and error.errno in NO_SUCH_KIND and error.filename:
-        return f"{error.filename}: {error.strerror}; give another path"
+        return f"{error.filename2 or error.filename}: {error.strerror}; give another path"
     return ""
 
 
@@ -281,6 +281,19 @@ def check(cfg, *counts: str, **choices: tuple) -> None:
             raise UserError(f"--{name} {getattr(cfg, name)}: choose one of {', '.join(map(str, allowed))}")
 
 
+def need_directories(cfg, *names: str) -> None:
+    """UserError for a field of `names` that names something else than a directory or a place for one."""
+    for name in names:
+        need_directory(getattr(cfg, name), f"--{name} {getattr(cfg, name)}")
+
+
+def need_directory(path, what: str) -> None:
+    """UserError about `what` unless `path` is a directory or can become one."""
+    there = next(p for p in (Path(path), *Path(path).parents) if os.path.lexists(p))
+    if not there.is_dir():
+        raise UserError(f"{what}: {there} is no directory; give one, or a place where it can be made")
+
+
 @contextlib.contextmanager
 def open_run(directory: str, cfg, world: World = World(), free: tuple = ()) -> Iterator[Path]:
     """Create or re-enter a run directory, and hold it: no other process may. Its config.json must agree with
@@ -293,14 +306,12 @@ def open_run(directory: str, cfg, world: World = World(), free: tuple = ()) -> I
     with contextlib.ExitStack() as held:
         try:
             if world.main:
+                need_directory(path, f"--run_dir {path}")
                 path.mkdir(parents=True, exist_ok=True)
                 held.enter_context(only_process(path))
                 settle_config(path / "config.json", cfg, free)
         except (UserError, OSError) as e:         # the other ranks must hear of it
-            if isinstance(e, (FileExistsError, NotADirectoryError)):
-                e = UserError(f"--run_dir {path}: {e.strerror}; give a directory that can be made")
-            refused = remedy(e)
-            if not refused:
+            if not (refused := remedy(e)):
                 raise
         if refused := gather_objects(refused, world)[0]:
             raise UserError(refused)
@@ -323,15 +334,9 @@ def settle_config(file: Path, cfg, free: tuple) -> None:
 def read_settings(run: Path) -> dict:
     """A run's config.json. UserError where there is none, or no JSON object in it."""
     file = Path(run) / "config.json"
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{run} is no run directory: no config.json there; give a run's --run_dir") from None
-    except (OSError, ValueError) as e:
-        raise UserError(f"{file}: {e}; give a run's --run_dir, with the config.json it wrote") from None
-    if not isinstance(settings, dict):
-        raise UserError(f"{file}: no JSON object; give a run's --run_dir, with the config.json it wrote")
-    return settings
+    if not file.is_file():
+        raise UserError(f"{run} is no run directory: no config.json there; give a run's --run_dir")
+    return read_json(file, "a run's --run_dir, with the config.json that it wrote")
 
 
 @contextlib.contextmanager
@@ -365,6 +370,27 @@ def write_atomic(path, data: str | bytes) -> None:
     os.replace(temporary, path)
 
 
+def new_file(path, option: str = "--out") -> Path:
+    """A file that will be written, in a directory that is there now. UserError where it is a directory."""
+    path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a directory; give the name of a file")
+    need_directory(path.parent, f"{option} {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def read_json(path, wanted: str) -> dict:
+    """The JSON object in a file; UserError, with what is wanted there, for anything else."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise UserError(f"{path}: {e}; give {wanted}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: no JSON object; give {wanted}")
+    return found
+
+
 def append_jsonl(path, objects: list[dict]) -> None:
     """Append whole lines in one write, so that no kill or second rank leaves a half line in the middle. A
     full disk that takes only a part raises at the next write; `read_jsonl` leaves that half line out."""
@@ -377,27 +403,32 @@ def append_jsonl(path, objects: list[dict]) -> None:
         os.close(fd)
 
 
-def each_jsonl(path, repair: bool = False) -> Iterator[dict]:
+def each_jsonl(path, repair: bool = False, keys: tuple = ()) -> Iterator[dict]:
     """The objects of a JSONL file (none where there is no file), one at a time. A last line cut by a kill is
-    left out, and with `repair` cut off; any other broken line raises UserError with its number."""
+    left out, and with `repair` cut off; any other broken line, and one without `keys`, raises UserError with
+    its number."""
     path = Path(path)
     if not path.exists():
         return
     with open(path, "rb+" if repair else "rb") as f:
         for number, line in enumerate(f, 1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and line.startswith((b"{", b"\0")):     # ours; nobody else's is cut
                 if repair:
                     f.truncate(f.tell() - len(line))
                 return
             try:
-                yield json.loads(line)
+                found = json.loads(line)
             except ValueError as e:
                 raise UserError(f"{path}:{number}: not a JSON line ({e}); remove or repair it") from None
+            if not isinstance(found, dict) or not found.keys() >= set(keys):
+                raise UserError(f"{path}:{number}: no JSON object with {', '.join(keys) or 'names'}; this is "
+                                f"not the file that is wanted here, or the line must be removed")
+            yield found
 
 
-def read_jsonl(path) -> list[dict]:
+def read_jsonl(path, keys: tuple = ()) -> list[dict]:
     """All of `each_jsonl`."""
-    return list(each_jsonl(path))
+    return list(each_jsonl(path, keys=keys))
 
 
 def rewrite_jsonl(path, keep) -> list[dict]:

@@ -245,7 +245,7 @@ def test_a_line_cut_by_a_kill_is_asked_again(data, tmp_path):
 
 def test_two_processes_on_one_file_are_refused(data, tmp_path):
     with serving(lambda *request: GOOD) as server, runtime.only_process(tmp_path / "out.jsonl"):
-        with pytest.raises(UserError, match="another process"):
+        with pytest.raises(UserError, match="held by another run, process"):
             main(config(data, server, tmp_path))
         assert not server.requests
 

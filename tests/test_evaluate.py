@@ -123,25 +123,33 @@ def test_what_is_missing_is_named(settings, said, monkeypatch):
         evaluate.need(evaluate.Config(**settings))
 
 
+def adapters(run, *names):
+    """Adapters as far as they are looked for before they are read."""
+    for name in names:
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "adapter_config.json").write_text("{}")
+
+
 def test_the_checkpoint_that_is_evaluated_is_written_down(tmp_path):
-    for n in ("000002", "000010"):
-        (tmp_path / "checkpoints" / n / "actor").mkdir(parents=True)
+    adapters(tmp_path, "000002/actor", "000010/actor")
     newest = str(tmp_path / "checkpoints/000010")
-    for given in (str(tmp_path), newest):
-        cfg = evaluate.with_newest_adapters(evaluate.Config(adapters=given, use_plan=False))
+    for given in (str(tmp_path), str(tmp_path / "checkpoints"), newest):
+        cfg = evaluate.with_checkpoints(evaluate.Config(adapters=given, use_plan=False))
         assert cfg.adapters == newest and f"adapters {newest}" in evaluate.describe_system(cfg)
-    assert evaluate.with_newest_adapters(evaluate.Config()).adapters == ""
+    assert evaluate.with_checkpoints(evaluate.Config()).adapters == ""
+    older = evaluate.Config(adapters=str(tmp_path / "checkpoints/000002"), use_plan=False)
+    assert evaluate.with_checkpoints(older) == older
     with pytest.raises(UserError, match="--adapters no/such: no checkpoint of the actor"):
-        evaluate.with_newest_adapters(evaluate.Config(adapters="no/such"))
+        evaluate.with_checkpoints(evaluate.Config(adapters="no/such"))
 
 
 def test_adapters_that_are_not_there_are_not_written_down_as_tested(tmp_path):
     """A run without a plan has none for a decomposer."""
-    (tmp_path / "checkpoints/000002/actor").mkdir(parents=True)
-    with pytest.raises(UserError, match="no checkpoint of the decomposer .* --use_plan false"):
-        evaluate.with_newest_adapters(evaluate.Config(adapters=str(tmp_path)))
+    adapters(tmp_path, "000002/actor")
+    with pytest.raises(UserError, match="no checkpoint of the actor and the decomposer .* --use_plan false"):
+        evaluate.with_checkpoints(evaluate.Config(adapters=str(tmp_path)))
     on_server = evaluate.Config(adapters=str(tmp_path), decomposer_model="m")
-    assert "decomposer m" in evaluate.describe_system(evaluate.with_newest_adapters(on_server))
+    assert "decomposer m" in evaluate.describe_system(evaluate.with_checkpoints(on_server))
 
 
 # -------------------------------------------------------------------------------------------------- the order
@@ -193,7 +201,7 @@ def test_a_task_that_leaves_traces_runs_alone_on_its_site_and_in_the_files_order
         return [Sample([1], r.png, (160, 120), [2], [0.0], "terminate()") for r in requests]
     monkeypatch.setattr(evaluate, "need", lambda cfg: None)
     monkeypatch.setattr(evaluate, "load_models", lambda cfg, texts: {"actor": act})
-    evaluate.main(evaluate.Config(run_dir=str(tmp_path), actor="x", use_plan=False, runs=1, threads=3))
+    evaluate.main(evaluate.Config(run_dir=str(tmp_path), use_plan=False, runs=1, threads=3))
     for writer, others in (("A3", ("a1", "a2", "a4")), ("B6", ("b5", "b7"))):
         assert not {frozenset((writer, other)) for other in others} & diary.met
     assert diary.met, "nothing ran at once, so this test would show nothing"

@@ -8,7 +8,7 @@ import importlib.util
 import re
 from dataclasses import dataclass, field
 
-from runtime import UserError, check
+from runtime import UserError, check, need_directories
 from web.session import Session
 
 
@@ -107,6 +107,7 @@ class RolloutConfig:
 
     def __post_init__(self):
         check(self, "threads", "instances", "max_steps", "max_batch", "cpu_threads")
+        need_directories(self, "auth", "leases", "judge_cache")
         if set("@?") & set(self.browser_ws):
             raise UserError("--browser_ws: no password or token in an address, it would be written down; "
                             "forward the port (ssh -L) and give ws://127.0.0.1:PORT/")

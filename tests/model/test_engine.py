@@ -295,3 +295,14 @@ def test_a_run_through_servers_logs_what_a_local_run_logs(tiny_model, make_polic
         assert {k: b[k] for k in same} == pytest.approx({k: a[k] for k in same}, rel=1e-3, abs=1e-6)
     assert all(line["phases"]["generation"] > 0 for line in remote)
     assert glossary()[1] == {k for k in remote[0] if k not in local[0]}     # docs/metrics.md defines each key
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_adapter_that_is_not_finite_reaches_no_server(servers, stubs, tmp_path, value):
+    name, published = servers.adapter, sorted((tmp_path / "adapters").iterdir())
+    with torch.no_grad():
+        next(iter(servers.policy.parameters().values()))[0, 0] = value
+    with pytest.raises(UserError, match="adapter of the actor cannot work: 1 of its 28 tensors hold NaN"):
+        servers.push(1)
+    assert all(list(stub.adapters) == [name] and not stub.seen for stub in stubs)
+    assert sorted((tmp_path / "adapters").iterdir()) == published
