@@ -108,12 +108,17 @@ class Critic(Adapted):
 
     def load(self, directory) -> None:
         """Read what `save` wrote; UserError, and nothing changed, unless adapter and heads are like ours."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
         file = Path(directory) / "heads.safetensors"
         if not file.is_file():
             raise UserError(f"critic {directory}: no heads.safetensors there; give a directory that a critic "
                             f"was saved to")
-        state = load_file(file)
+        try:
+            state = load_file(file)
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"critic {directory}: heads.safetensors cannot be read ({e}); give an earlier "
+                            f"checkpoint") from None
         if state.keys() != self.heads.keys():
             saved, own = ({n.split(".")[0] for n in names} for names in (state, self.heads))
             raise UserError(f"critic {directory} does not fit: it has the heads {sorted(saved)}, not "
