@@ -71,7 +71,8 @@ class Critic(Adapted):
         return [{head: self._value(head, next(parts)) for head in places} for places in at]
 
     @torch.no_grad()
-    def estimate(self, samples: list[Sample], at: list[Places], micro_batch: int = 8):
+    def estimate(self, samples: list[Sample], at: list[Places],
+                 micro_batch: int = 8) -> list[dict[str, torch.Tensor]]:
         """`values` of any number of samples, without gradient and at most `micro_batch` of them in a pass."""
         order = sorted(range(len(samples)), key=lambda i: (len(samples[i].prompt_ids), samples[i].prompt_ids))
         rows = {}
@@ -84,8 +85,9 @@ class Critic(Adapted):
         return h_nH @ self.heads[f"{head}.weight"] + self.heads[f"{head}.bias"]
 
     def _row(self, s: Sample, places: Places) -> Sample:
-        """The sample as far as it is looked at. Embeddings have more rows than there are tokens, how many
-        more depends on the size of the model: an id that only the policy's have is read as padding."""
+        """The sample as far as it is looked at; `seen` is shared, so features are kept for the next pass.
+        Embeddings have more rows than there are tokens, how many more depends on the size of the model: an
+        id that only the policy's have is read as padding."""
         if self.inputs.size(s.png) != s.image_size:
             raise ValueError(f"a sample's screenshot is {s.image_size} to its policy and "
                              f"{self.inputs.size(s.png)} to the critic")
@@ -106,12 +108,17 @@ class Critic(Adapted):
 
     def load(self, directory) -> None:
         """Read what `save` wrote; UserError, and nothing changed, unless adapter and heads are like ours."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
         file = Path(directory) / "heads.safetensors"
         if not file.is_file():
             raise UserError(f"critic {directory}: no heads.safetensors there; give a directory that a critic "
                             f"was saved to")
-        state = load_file(file)
+        try:
+            state = load_file(file)
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"critic {directory}: heads.safetensors cannot be read ({e}); give an earlier "
+                            f"checkpoint") from None
         if state.keys() != self.heads.keys():
             saved, own = ({n.split(".")[0] for n in names} for names in (state, self.heads))
             raise UserError(f"critic {directory} does not fit: it has the heads {sorted(saved)}, not "

@@ -13,7 +13,8 @@ import torch
 
 
 def language_flops(config, lengths: list[int], targets: int) -> float:
-    """One forward pass over records of these lengths, causal attention within each, head on `targets`."""
+    """One forward pass over records of these lengths, causal attention within each, head on `targets` (0 for
+    a critic: its own heads are too small to count)."""
     H, layers = config.hidden_size, config.num_hidden_layers
     keys = H // config.num_attention_heads * config.num_key_value_heads    # width of all keys
     per_token = 2 * (2 * H * H + 2 * H * keys + 3 * H * config.intermediate_size)

@@ -141,10 +141,11 @@ def test_a_value_sees_its_own_screenshot_and_prompt(critic, policy):
     a, b = make_sample(policy, 1, [5]), make_sample(policy, 2, [5])
     c = make_sample(policy, 1, [5], "Where is the shop?")
     assert a.prompt_ids == b.prompt_ids and a.png == c.png
-    values = flat(critic.values([a, b, c], [{"high": [last(s)]} for s in (a, b, c)]))
+    at = [{"high": [last(s)]} for s in (a, c, b)]
+    rows = critic.values([a, c, b], at)
+    values = flat(rows)
     assert (values[0] - values[1]).abs() > 1e-2 and (values[0] - values[2]).abs() > 1e-2
-    assert_same([{"high": v[None]} for v in values],
-                [reference(critic, s, {"high": [last(s)]}) for s in (a, b, c)])
+    assert_same(rows, [reference(critic, s, places) for s, places in zip((a, c, b), at)])
 
 
 def test_an_id_that_only_the_policy_s_matrix_has_is_read_as_padding(critic, policy):
@@ -324,6 +325,14 @@ def test_an_adapter_with_numbers_that_are_none_is_refused(make_critic, asked, tm
     make_critic(moved=3).save(tmp_path)
     damage(tmp_path, "adapter_model.safetensors", lambda s: s[max(s)].fill_(value))
     refused_and_unchanged(make_critic(moved=4), asked, tmp_path, "NaN or infinite")
+
+
+@pytest.mark.parametrize("bytes_left", [0, 7, 200])
+def test_heads_that_cannot_be_read_are_refused(make_critic, asked, tmp_path, bytes_left):
+    make_critic(moved=3).save(tmp_path)
+    file = tmp_path / "heads.safetensors"
+    file.write_bytes(file.read_bytes()[:bytes_left])
+    refused_and_unchanged(make_critic(moved=4), asked, tmp_path, "cannot be read")
 
 
 def refused_and_unchanged(critic, asked, directory, says):
