@@ -174,6 +174,8 @@ def build(cfg: Config) -> Path:
     """Write the checkpoint directory and return it. Raises UserError for texts that do not exist."""
     import torch
     from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
+    from transformers.utils import logging
+    logging.disable_progress_bar()
     tokenizer = build_tokenizer(collect_texts(cfg.texts), cfg.vocabulary, cfg.max_number)
     config = model_config(cfg, tokenizer)
     with torch.random.fork_rng(devices=[]):  # the caller's random state is not ours to move
