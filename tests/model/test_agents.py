@@ -252,7 +252,7 @@ def test_the_untrained_qwen_is_told_its_tool_and_the_size_of_its_space(settings,
     cfg = evaluate.Config(dialect="qwen", actor_model="m", actor_url="http://127.0.0.1:1/v1", use_plan=False,
                           **settings)
     env = SimpleNamespace(width=1280, height=720, scale=1.0)
-    texts = evaluate.with_screen(evaluate.load_texts(cfg), cfg, env, evaluate.load_model(cfg, "actor"))
+    texts = evaluate.with_screen(evaluate.load_texts(cfg), cfg, env, evaluate.load_models(cfg, None)["actor"])
     system, user = texts.actor("Buy it", [])
     assert f"screenshot of {size} pixels" in system and "<tools>" in system and "Buy it" in user
     assert "{width}" not in texts.actor("Buy it", [])[0] and '"coordinate": [x, y]' in system

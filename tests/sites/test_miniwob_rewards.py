@@ -172,7 +172,7 @@ def submit(env, session):
 def test_result_and_record_say_what_a_success_was(tmp_path, monkeypatch, capsys, submit, any_reward):
     monkeypatch.setattr(evaluate, "need", lambda cfg: None)
     monkeypatch.setattr(evaluate, "load_models", lambda cfg, texts: {"actor": submit})
-    settings = dict(run_dir=str(tmp_path), actor="x", use_plan=False, runs=1, threads=1, env="miniwob",
+    settings = dict(run_dir=str(tmp_path), use_plan=False, runs=1, threads=1, env="miniwob",
                     split="eval", tasks="use-colorwheel", instances=2, max_steps=2, coordinates="page")
     evaluate.main(evaluate.Config(**settings, any_reward=any_reward))
     result = json.loads((tmp_path / "result.json").read_text())
