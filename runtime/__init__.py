@@ -191,11 +191,15 @@ def read_preset(name: str, stage: str, flags: dict) -> dict:
 
 
 def field_comments(Config) -> dict[str, str]:
-    """Trailing comment of every field, read from the source: what `--help` shows is what the code says."""
-    lines = inspect.getsource(Config).splitlines()
-    body = ast.parse(inspect.cleandoc("\n".join(lines))).body[0].body
-    return {node.target.id: lines[node.end_lineno - 1].partition("#")[2].strip()
-            for node in body if isinstance(node, ast.AnnAssign)}
+    """Trailing comment of every field, also of inherited ones, read from the source: what `--help` shows is
+    what the code says."""
+    comments = {}
+    for cls in reversed(Config.__mro__[:-1]):     # without `object`; the nearest class has the last word
+        lines = inspect.getsource(cls).splitlines()
+        body = ast.parse(inspect.cleandoc("\n".join(lines))).body[0].body
+        comments |= {node.target.id: lines[node.end_lineno - 1].partition("#")[2].strip()
+                     for node in body if isinstance(node, ast.AnnAssign)}
+    return comments
 
 
 def _boolean(text: str) -> bool:

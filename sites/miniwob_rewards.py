@@ -67,16 +67,16 @@ RULES = {
         "(arrayPoints, d3.select('#circ').node().getBBox())"),
     # ---------------------------------------------------------------------------------------------- distance
     "circle-center": Rule(
-        0.85, "distance", "pays 1 - distance / radius (25 to 39 px), and an exact click is 0.7 px off: 0.85 "
-        "is 4 to 6 px, two of aim and two by eye in the smallest circle"),
+        0.8, "distance", "pays 1 - distance / radius (25 to 39 px): 0.8 is 5 px in the smallest circle, of "
+        "which 2 are of aim and 2 the page's, which puts its dot below and right of the mouse"),
     "find-midpoint": Rule(
-        0.85, "distance", "pays 1 - distance / 30 px: 0.85 is 4.5 px, two of aim and two by eye"),
+        0.8, "distance", "pays 1 - distance / 30 px: 0.8 is 6 px, of which 2 are of aim and 3 the page's"),
     "right-angle": Rule(
-        0.93, "distance", "pays 1 - error / 90 degrees: 0.93 is 6 degrees, of which 2 px of aim on an arm of "
-        "30 px are 4 and the page's unequal dots 1"),
+        0.91, "distance", "pays 1 - error / 90 degrees: 0.91 is 8 degrees, of which 2 px of aim on an arm of "
+        "40 px are 3 and the 3 px by which the page misses the mouse 5"),
     "bisect-angle": Rule(
-        0.85, "distance", "pays 1 - error / half the angle: 0.85 is 4.5 degrees of 60, or 2 px of aim at the "
-        "far end of an angle of 20"),
+        0.8, "distance", "pays 1 - error / half the angle: 0.8 is 6 degrees of 60, of which 2 px of aim on "
+        "an arm of 60 px are 2 and the page's miss 3; a narrow angle takes a second look at the line"),
     "use-colorwheel": Rule(0.95, "distance", COLOR),
     "use-colorwheel-2": Rule(0.95, "distance", COLOR),
     "chase-circle": Rule(

@@ -1,6 +1,7 @@
 """A wrong answer is no success on any MiniWoB++ page, and a right one is: every page in real Chromium, and
 what the files say of it."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 
 import evaluate
+import grpo_hier
 from bench import miniwob_rewards as bench
 from model.inputs import Sample
 from records.results import read_episodes
-from runtime import UserError
+from runtime import UserError, field_comments
 from sites.miniwob import MiniWob, html_root, make
 from sites.miniwob_rewards import FULL, RULES, reaches, rule_of
 from web.environment import RolloutConfig
@@ -186,6 +188,14 @@ def test_result_and_record_say_what_a_success_was(tmp_path, monkeypatch, capsys,
     assert [e["reward"] for e in read_episodes(tmp_path, "raw>0")] == [1.0, 1.0]
     with pytest.raises(UserError, match="any_reward"):
         evaluate.main(evaluate.Config(**settings, any_reward=not any_reward))
+
+
+@pytest.mark.parametrize("config", [evaluate.Config, grpo_hier.Config])
+def test_the_help_of_a_stage_explains_the_settings_that_it_inherits(config):
+    comments = field_comments(config)
+    assert comments["any_reward"].startswith("miniwob: ") and comments["threads"] == "browsers"
+    assert comments["split"] != field_comments(RolloutConfig)["split"] or config is not evaluate.Config
+    assert {f.name for f in dataclasses.fields(config)} == {name for name, text in comments.items() if text}
 
 
 def test_the_bench_ends_in_one_line_that_counts():
