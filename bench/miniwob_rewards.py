@@ -217,7 +217,7 @@ def draw_line(page, right: bool) -> None:
 def draw_circle(page, right: bool) -> None:
     """A circle that wobbles by a pixel or two; the wrong one stops after 250 of 360 degrees."""
     x, y = spot(page, "#circ")
-    turns = [(24 + k % 3, math.radians((360 if right else 250) * k / 40)) for k in range(41)]
+    turns = [(16 + k % 3, math.radians((360 if right else 250) * k / 40)) for k in range(41)]
     stroke(page, [(x + radius * math.cos(turn), y + radius * math.sin(turn)) for radius, turn in turns])
 
 
