@@ -40,7 +40,7 @@ from model.remote import PlannerGrounder, PlannerPrompts, Remote
 from model.roles import Role
 from records.episode_log import EpisodeLog
 from records.results import counts, mean_and_se, scores_by_task
-from rollout import Pool, load_system
+from rollout import Pool
 from runtime import (
     DTYPES,
     UserError,
@@ -52,6 +52,7 @@ from runtime import (
     rewrite_jsonl,
     write_atomic,
 )
+from runtime.systems import load_system
 from web.environment import RolloutConfig, load_environment
 
 

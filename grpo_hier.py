@@ -55,6 +55,7 @@ from runtime import (
 from runtime.batches import drawn_batches, schedule
 from runtime.checkpoints import load_checkpoint, save_checkpoint
 from runtime.stopwatch import Stopwatch, phase_table, timed_rollout, times
+from runtime.systems import need_names
 from web.environment import RolloutConfig, load_environment
 
 # B tasks of a rollout batch, K plans per task, M episodes per plan, N samples, T tokens of a padded response.
@@ -419,7 +420,7 @@ def main(cfg: Config, system=sys.modules[__name__]) -> None:
 def ready(cfg: Config, system) -> Config:
     """Each role's stage-2 run becomes its checkpoint. UserError for what roles or texts lack; loads no
     weights. """
-    rollout.need_names(system)
+    need_names(system)
     cfg = with_models(cfg, *(role.name for role in system.roles(cfg) if role.checkpoint))
     check_roles(system.roles(cfg))
     addresses(cfg, system.roles(cfg))

@@ -12,7 +12,6 @@ reward None (PAPER-GAP 7). Three unparsable answers in a row end an episode (12)
 
 import contextlib
 import hashlib
-import importlib
 import itertools
 import queue
 import threading
@@ -30,7 +29,6 @@ from language.prompts import format_plan, parse_plan
 from model.inputs import Sample
 from model.roles import Request, Role
 from records.episode import Episode, Group, Plan, Step
-from runtime import ROOT, UserError
 from web import effects
 from web.chromium import SITE, Watchdog, web_errors
 from web.environment import Environment, RolloutConfig, Task
@@ -112,29 +110,6 @@ def read_plan(k: int, sample: Sample) -> Plan:
     subtasks = parse_plan(sample.text)
     text = format_plan(subtasks) if subtasks else sample.text.strip()[:1000]
     return Plan(k, text, subtasks, not subtasks, sample)
-
-
-# ---------------------------------------------------------------------------------------------------- systems
-SYSTEM = ("Config", "roles", "Agent", "rewards", "credit", "loss", "draw", "trains")     # what each defines
-
-
-def load_system(name: str):
-    """The module of a system: grpo_hier, or systems/NAME.py. UserError for one that is not there, or that
-    lacks a name which the loop needs."""
-    there = sorted(p.stem for p in (ROOT / "systems").glob("*.py") if p.stem != "__init__")
-    if name not in ("grpo_hier", *there):
-        raise UserError(f"--system {name}: there is no systems/{name}.py; there are "
-                        f"{', '.join(['grpo_hier', *there])}")
-    system = importlib.import_module(name if name == "grpo_hier" else f"systems.{name}")
-    need_names(system)
-    return system
-
-
-def need_names(system) -> None:
-    """UserError for a system that lacks a name which the loop needs."""
-    if lacking := [name for name in SYSTEM if not hasattr(system, name)]:
-        raise UserError(f"the system {system.__file__} lacks {', '.join(lacking)}: define it there, or "
-                        f"import it from grpo_hier")
 
 
 # --------------------------------------------------------------------------------------------------- episodes

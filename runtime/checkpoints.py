@@ -5,14 +5,9 @@ from pathlib import Path
 
 import torch
 
-from runtime import (
-    UserError,
-    World,
-    atomic_directory,
-    drop_old_checkpoints,
-    gather_objects,
-    latest_checkpoint,
-)
+from runtime.errors import UserError
+from runtime.files import atomic_directory, drop_old_checkpoints, latest_checkpoint
+from runtime.process import World, gather_objects
 
 
 def save_checkpoint(directory: Path, done: int, networks: dict, optimizers: dict, keep: int) -> None:

@@ -9,7 +9,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from runtime import World, gather_objects, read_jsonl
+from runtime.files import read_jsonl
+from runtime.process import World, gather_objects
 
 PHASES = ("browser", "waiting", "idle", "generation", "update", "sync")
 

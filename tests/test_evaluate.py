@@ -24,7 +24,7 @@ from demo.teacher import request_text
 from language.prompts import load_prompts
 from model.inputs import Sample
 from records.results import read_episodes
-from runtime import UserError
+from runtime import UserError, run
 from sites.miniwob import MiniWob
 from web.environment import Task, Verdict
 
@@ -97,7 +97,7 @@ def test_evaluate_and_analysis_agree_on_every_profile(tmp_path, capsys):
 def test_the_code_version_is_a_commit_or_nothing(tmp_path, monkeypatch):
     assert re.fullmatch(r"[0-9a-f]{12,40}(-dirty)?|", runtime.code_version())
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
-    monkeypatch.setattr(runtime, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "ROOT", tmp_path)
     assert runtime.code_version() == ""
     (tmp_path / "x").write_text("1")
     for command in (["init", "-q"], ["add", "x"], ["commit", "-qm", "one"]):

@@ -18,9 +18,8 @@ from safetensors.torch import load_file
 
 import evaluate
 import grpo_hier
-import rollout
 from model.roles import Role, check_roles
-from runtime import UserError
+from runtime import UserError, systems
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(ROOT)}
 
@@ -103,12 +102,12 @@ def test_the_viewer_draws_it(runs, tmp_path):
 # -------------------------------------------------------------------------------------------- wrong systems
 def test_a_system_that_is_not_there_or_lacks_a_name_is_one_line(monkeypatch):
     with pytest.raises(UserError, match="--system nosuch: there is no systems/nosuch.py; there are grpo_hier"):
-        rollout.load_system("nosuch")
-    names = {name: None for name in rollout.SYSTEM if name not in ("credit", "trains")}
+        systems.load_system("nosuch")
+    names = {name: None for name in systems.SYSTEM if name not in ("credit", "trains")}
     lame = SimpleNamespace(**names, __file__="x.py")
     with pytest.raises(UserError, match="x.py lacks credit, trains: define it there, or import it from grpo"):
-        rollout.need_names(lame)
-    rollout.need_names(toy_system)
+        systems.need_names(lame)
+    systems.need_names(toy_system)
 
 
 @pytest.mark.parametrize("change, said", [
@@ -140,8 +139,8 @@ def test_a_critic_of_another_kind_of_model_is_one_line(tiny_model, tmp_path):
 
 def test_a_system_is_evaluated_with_its_own_roles_and_settings(tiny_model, monkeypatch):
     monkeypatch.setitem(sys.modules, "systems.toy", toy_system)
-    monkeypatch.setattr(rollout, "ROOT", Path(toy_system.__file__).parent / "nowhere")
-    monkeypatch.setattr(rollout, "load_system", lambda name: toy_system)
+    monkeypatch.setattr(systems, "ROOT", Path(toy_system.__file__).parent / "nowhere")
+    monkeypatch.setattr(systems, "load_system", lambda name: toy_system)
     monkeypatch.setattr(evaluate, "load_system", lambda name: toy_system)
     Config = evaluate.config_of(["--system", "toy"])
     cfg = Config(system="toy", helper=str(tiny_model), writer=str(tiny_model), device="cpu")
@@ -153,5 +152,5 @@ def test_a_system_is_evaluated_with_its_own_roles_and_settings(tiny_model, monke
 
 def test_the_names_of_a_system_are_those_of_the_docs():
     table = (ROOT / "docs/systems.md").read_text(encoding="utf-8")
-    assert all(f"`{name}" in table for name in rollout.SYSTEM)
-    assert all(hasattr(grpo_hier, name) for name in rollout.SYSTEM)
+    assert all(f"`{name}" in table for name in systems.SYSTEM)
+    assert all(hasattr(grpo_hier, name) for name in systems.SYSTEM)
