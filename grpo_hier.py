@@ -7,9 +7,8 @@
     servers generate:  --engine vllm --actor_url http://a:8000/v1,... --decomposer_url ...   (model/engine.py)
 
 In:  two stage-2 checkpoints, an environment's training tasks.
-Out: RUN/checkpoints/N/{actor,decomposer} (LoRA adapters, PEFT format, with optimizers), RUN/log.jsonl (one
-     object per rollout batch; docs/metrics.md defines every key), RUN/episodes.jsonl + shots/
-     (fields: records/episode_log.py).
+Out: RUN/checkpoints/N/{actor,decomposer} (LoRA adapters, PEFT format, with optimizers), RUN/log.jsonl (a line
+     per rollout batch: docs/metrics.md), RUN/episodes.jsonl + shots/ (records/episode_log.py).
 A run killed at any moment goes on from its last rollout batch and, with the local engine, one browser and no
 --pipeline, ends with the same bytes. With --pipeline 1 a batch is drawn with the weights before the last
 update (the first one after a restart: with the newest), and its log π_old are the sampler's own.
@@ -21,7 +20,6 @@ role; 6 world x tasks_per_rank tasks per batch; 7 failed infrastructure leaves b
 stay as planned; 16 AdamW, gradient clip per role. β's KL is the k3 estimate against the adapter switched off.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -31,29 +29,19 @@ import torch
 
 import rollout
 from language.prompts import load_prompts
-from model.backbone import parameter_count
-from model.engine import addresses, load_engine
-from model.paths import with_models
-from model.roles import Role, build, check_roles
-from model.update import Credit, Micro, Row, update
-from records.episode import Episode, Group, Plan, all_episodes
+from model.engine import load_engine
+from model.roles import Role, build, with_checked_roles
+from model.update import Credit, Micro, Row, clip_acts, importance, update
+from records import training_log
+from records.episode import Episode, Group, Plan, all_episodes, read_plan
 from records.episode_log import EpisodeLog
-from records.training_log import batch_line, count, printed, share_of, spread, total, truncated
-from runtime import (
-    DTYPES,
-    UserError,
-    append_jsonl,
-    check,
-    gather_objects,
-    latest_checkpoint,
-    launch,
-    need_directories,
-    open_run,
-    process_group,
-    rewrite_jsonl,
-)
+from records.training_log import share_of, spread, truncated
 from runtime.batches import drawn_batches, schedule
 from runtime.checkpoints import load_checkpoint, save_checkpoint
+from runtime.command import launch
+from runtime.files import append_jsonl, rewrite_jsonl
+from runtime.process import gather_objects, process_group
+from runtime.run import DTYPES, check, need_directories, open_run
 from runtime.stopwatch import Stopwatch, phase_table, timed_rollout, times
 from runtime.systems import need_names
 from web.environment import RolloutConfig, load_environment
@@ -116,18 +104,15 @@ class Config(RolloutConfig):
         return self.K if self.use_plan else 1
 
 
-FREE = ("threads", "micro_batch", "micro_tokens", "keep", "max_batch", "actor_url", "decomposer_url",
-        "adapters_dir", "browser_ws", "max_infra", "retries", "retry_wait", "call_timeout", "open_timeout",
-        "deadline", "recycle", "memory", "judge_base_url", "leases")      # may differ on resumption
+FREE = ("threads", "micro_batch", "micro_tokens", "keep", "max_batch", "adapters_dir", "browser_ws", "max_infra",
+        "retries", "retry_wait", "call_timeout", "open_timeout", "deadline", "recycle", "memory",
+        "judge_base_url", "leases")      # may differ on resumption, as may the roles' servers
 
 
 # -------------------------------------------------------------------------------------------------- equations
 def advantage_A(R_BKM, valid_BKM, std=False, std_eps=1e-4):
-    """Eq. 5: A^A_ij = R_ij - mean_m R_im   [printed: / (std_m R_im + δ)]
-
-    PAPER-GAP 7: mean and std over the valid episodes of plan i;
-    0 for invalid ones and where fewer than 2 are valid.
-    """
+    """Eq. 5: A^A_ij = R_ij - mean_m R_im   [printed: / (std_m R_im + δ)]; PAPER-GAP 7: over plan i's valid
+    episodes, 0 for invalid ones and where fewer than 2 are valid."""
     assert R_BKM.shape == valid_BKM.shape and R_BKM.dim() == 3
     return _centre(R_BKM, valid_BKM, std, std_eps)
 
@@ -144,22 +129,8 @@ def clipped(r_NT, adv_NT, eps):
     return torch.minimum(r_NT * adv_NT, r_NT.clamp(1 - eps, 1 + eps) * adv_NT)
 
 
-def clip_acts(r_NT, adv_NT, eps):
-    """Where ℓ's clip takes the gradient away: r > 1+ε with A > 0, r < 1-ε with A < 0."""
-    return torch.where(adv_NT > 0, r_NT > 1 + eps, r_NT < 1 - eps)
-
-
-def importance(logp_old_NT, logp_sampler_NT, cap):
-    """min(π_old(u) / π_sampler(u), cap): what a sampler with other numerics drew, weighted as if by π_old."""
-    assert logp_old_NT.shape == logp_sampler_NT.shape
-    return (logp_old_NT - logp_sampler_NT).exp().clamp(max=cap)
-
-
 def kl(logp_NT, logp_ref_NT):
-    """D_KL of Eqs. 7 and 10, per token.
-
-    PAPER-GAP (KL estimate): k3, π_ref/π - log(π_ref/π) - 1, non-negative.
-    """
+    """D_KL of Eqs. 7 and 10, per token; PAPER-GAP (KL estimate): k3, π_ref/π - log(π_ref/π) - 1."""
     d_NT = logp_ref_NT - logp_NT
     return d_NT.exp() - d_NT - 1
 
@@ -179,10 +150,7 @@ def loss_A_printed(term_NT, mask_NT, T_N, B, K, M):
 
 
 def plan_return(R_BKM, valid_BKM):
-    """Eq. 8: S_i = mean_j R_ij -> S_BK, and which of them exist.
-
-    PAPER-GAP 7: over the valid episodes, needs at least one.
-    """
+    """Eq. 8: S_i = mean_j R_ij -> S_BK, and which of them exist; PAPER-GAP 7: mean over the valid episodes."""
     n_BK = valid_BKM.sum(-1)
     return torch.where(valid_BKM, R_BKM, 0).sum(-1) / n_BK.clamp(min=1), n_BK > 0
 
@@ -206,10 +174,7 @@ def loss_D_printed(term_NT, mask_NT, B, K):
 
 
 def loss_joint(*L):
-    """Eq. 11: L = L_A + L_D; for a system of other roles, the sum of theirs.
-
-    The parameters are disjoint, so `train` takes the two gradients one after the other.
-    """
+    """Eq. 11: L = L_A + L_D, of disjoint parameters: `train` takes one gradient after the other."""
     return sum(L)
 
 
@@ -246,7 +211,7 @@ class Agent(rollout.Agent):
             return super().plans(instruction, png, ask, K)
         system, user = self.prompts.decomposer(instruction)
         asked = [ask.later("decomposer", system, user, png) for _ in range(K)]
-        return [rollout.read_plan(k, ask.wait(answer)) for k, answer in enumerate(asked)]
+        return [read_plan(k, ask.wait(answer)) for k, answer in enumerate(asked)]
 
     def act(self, png, ask):
         """Eq. 2: a_t ~ π_A(· | x, o_t, h_t, d)."""
@@ -263,7 +228,7 @@ def rewards(episode: Episode) -> list[float]:
 
 def returns(groups: list[Group], K: int, M: int) -> tuple[torch.Tensor, torch.Tensor]:
     """R_BKM, the sum of each episode's rewards, and which of them are known (PAPER-GAP 7); float64."""
-    R = [math.nan if e.reward is None else sum(rewards(e)) for e in all_episodes(groups)]
+    R = [torch.nan if e.reward is None else sum(rewards(e)) for e in all_episodes(groups)]
     R_BKM = torch.tensor(R, dtype=torch.float64).reshape(len(groups), K, M)
     return R_BKM, ~R_BKM.isnan()
 
@@ -324,8 +289,7 @@ def loss(role: str, m: Micro, B: int, cfg: Config) -> tuple[torch.Tensor, dict]:
 
 # ---------------------------------------------------------------------------------------- samples and updates
 def draw(batch: int, tasks: list, pool: rollout.Pool, models: dict, cfg: Config, bar: str) -> list[Group]:
-    """Where samples come from: K plans per task, M episodes per plan, in the order of the tasks (Eqs. 1,
-    2)."""
+    """Where samples come from: K plans per task, M episodes per plan (Eqs. 1, 2), in the tasks' order."""
     groups = pool.run(tasks, cfg.plans, cfg.M, (cfg.seed, batch), models, bar=bar)
     return sorted(groups, key=lambda group: tasks.index(group.task))
 
@@ -362,17 +326,16 @@ def train(cfg: Config, system, world, run: Path, env, tasks: list) -> None:
             return timed_rollout(drawn, lambda: pool.clock() + engine.clock(), cfg.threads)
         watch = Stopwatch()
         left = range(done, len(rollouts))
-        for batch, told, (groups, phases) in drawn_batches(left, draw_batch, engine.sync, bool(cfg.pipeline),
-                                                           cfg.cpu_threads):
+        for batch, told, (groups, phases) in drawn_batches(left, draw_batch, engine.sync, cfg):
             watch.lap("rollout")
 
             # 4 · credit: who gets how much of the rewards (Eqs. 5, 8, 9)
             learnt = system.credit(groups, cfg, networks)
-            shares, faults = count(groups, its_roles)
-            shares, faults = total(gather_objects((shares | learnt.shares, faults), world))
+            shares, faults = training_log.count(groups, its_roles)
+            shares, faults = training_log.total(gather_objects((shares | learnt.shares, faults), world))
             watch.lap("sync")                             # with the slowest rank
             episode_log.append(groups, batch, learnt.of_episode)
-            stop_if_too_many_are_lost(shares["infra_rate"], batch, run, cfg)
+            training_log.need_enough(shares["infra_rate"], batch, run, cfg.max_infra)
 
             # 5 · one update per role from the one batch (Eqs. 6, 7, 10, 11)
             watch.lap("files")
@@ -384,26 +347,18 @@ def train(cfg: Config, system, world, run: Path, env, tasks: list) -> None:
             watch.lap("update")
 
             # 6 · log and checkpoint; a kill between the two is undone by step 2
-            line = {"batch": batch, "of": len(rollouts)} | batch_line(shares, faults, updates)
-            line["loss"] = loss_joint(*(update["loss"] for update in updates.values()))
+            line = {"batch": batch, "of": len(rollouts)} | training_log.batch_line(shares, faults, updates)
+            line["loss"] = loss_joint(*(its["loss"] for its in updates.values()))
             line |= times(phases, told.pop("seconds_sync"), watch, world) | told
             watch = Stopwatch()
             gather_objects(None, world)                   # every rank's episodes are written
             if world.main:
                 append_jsonl(run / "log.jsonl", [line])
                 save_checkpoint(run / "checkpoints", batch + 1, networks, optimizers, cfg.keep)
-                print(printed(line), flush=True)
+                print(training_log.printed(line), flush=True)
     engine.close()
     if world.main:
         print(phase_table(run / "log.jsonl"))
-
-
-def stop_if_too_many_are_lost(infra: tuple, batch: int, run: Path, cfg: Config) -> None:
-    """UserError where more than --max_infra of a batch failed on infrastructure: nothing is learnt of it."""
-    lost, episodes = infra
-    if lost > cfg.max_infra * episodes:
-        raise UserError(f"batch {batch}: {lost} of {episodes} episodes failed for reasons of infrastructure "
-                        f"(--max_infra {cfg.max_infra}); see {run}/episodes.jsonl, then start again")
 
 
 # ------------------------------------------------------------------------------------------------------- main
@@ -412,41 +367,27 @@ def main(cfg: Config, system=sys.modules[__name__]) -> None:
     cfg = ready(cfg, system)                              # what is missing is said before anything is written
     env = load_environment(cfg)
     tasks = env.tasks(cfg.split)
-    with process_group() as world, open_run(cfg.run_dir, cfg, world, free=FREE) as run:
+    free = (*FREE, *(f"{role.name}_url" for role in system.roles(cfg)))
+    with process_group() as world, open_run(cfg.run_dir, cfg, world, free) as run:
         train(cfg, system, world, run, env, tasks)
     env.close()
 
 
 def ready(cfg: Config, system) -> Config:
-    """Each role's stage-2 run becomes its checkpoint. UserError for what roles or texts lack; loads no
-    weights. """
+    """Each role's stage-2 run becomes its checkpoint. UserError for what roles or texts lack."""
     need_names(system)
-    cfg = with_models(cfg, *(role.name for role in system.roles(cfg) if role.checkpoint))
-    check_roles(system.roles(cfg))
-    addresses(cfg, system.roles(cfg))
     load_prompts(cfg.prompts)
-    return cfg
+    return with_checked_roles(cfg, system.roles)
 
 
 def dry_run(cfg: Config, system=sys.modules[__name__]) -> None:
     """What a run would do, and the most it can take."""
     cfg = ready(cfg, system)
-    its_roles = system.roles(cfg)
     env = load_environment(cfg)
     with process_group() as world:
         rollouts = schedule(env.tasks(cfg.split), cfg.epochs, world.size * cfg.tasks_per_rank, cfg.seed)
-        n = sum(map(len, rollouts))
-        trained = [role.name for role in its_roles if role.trained]
         if world.main:
-            print(f"{n} tasks of {cfg.env} {cfg.split} in {len(rollouts)} rollout batches; after each, "
-                  f"{cfg.passes} steps of {' and '.join(trained)}\n"
-                  f"{n} tasks x {cfg.plans} plans x {cfg.M} episodes = {n * cfg.plans * cfg.M:,} episodes of "
-                  f"at most {cfg.max_steps} actions of at most {max(r.max_tokens for r in its_roles)} tokens")
-            for role in (role for role in its_roles if role.checkpoint):
-                size = parameter_count(role.checkpoint) / 1e6
-                print(f"{role.checkpoint}: {size:,.1f} M parameters, frozen, in {cfg.dtype}")
-            print(f"{cfg.run_dir}: {latest_checkpoint(Path(cfg.run_dir) / 'checkpoints') or 'new'}; hours: "
-                  f"bench/simulate.py, and `seconds` in log.jsonl after the first rollout batch")
+            print(training_log.foretold(cfg, system.roles(cfg), rollouts))
     env.close()
 
 

@@ -25,7 +25,6 @@ from functools import partial
 from tqdm import tqdm
 
 from language import actions, dialects
-from language.prompts import format_plan, parse_plan
 from model.inputs import Sample
 from model.roles import Request, Role
 from records.episode import Episode, Group, Plan, Step
@@ -103,13 +102,6 @@ class Ask:
 
     def has(self, role: str) -> bool:
         return role in self.pool.roles
-
-
-def read_plan(k: int, sample: Sample) -> Plan:
-    """A sampled plan as the actor will read it; a malformed one as it is, clipped (PAPER-GAP 10)."""
-    subtasks = parse_plan(sample.text)
-    text = format_plan(subtasks) if subtasks else sample.text.strip()[:1000]
-    return Plan(k, text, subtasks, not subtasks, sample)
 
 
 # --------------------------------------------------------------------------------------------------- episodes

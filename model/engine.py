@@ -30,7 +30,6 @@ import uuid
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
 import torch
 from PIL import Image
@@ -38,7 +37,7 @@ from PIL import Image
 from model.inputs import Sample, plain
 from model.policy import Policy
 from model.remote import Remote
-from model.roles import Role
+from model.roles import Role, addresses
 from runtime import UserError, World, gather_objects
 
 PATIENCE = 300.0                                  # s, how long a request waits for some server
@@ -61,21 +60,6 @@ def load_engine(cfg, roles: list[Role], networks: dict, run: Path, world: World)
     fleet = {name: Vllm(policies[name], urls, directory, cfg, world, clock)
              for name, urls in addresses(cfg, roles).items()}
     return Fleet(fleet, fixed, {role.name: role.mark for role in roles}, clock)
-
-
-def addresses(cfg, roles: list[Role]) -> dict[str, list[str]]:
-    """The servers of each policy where `--engine vllm`. Raises UserError for one without, and for an address
-    with a password: config.json and error texts would show it."""
-    out = {}
-    for role in (role for role in roles if cfg.engine == "vllm" and role.kind == "policy"):
-        out[role.name] = [u.strip().rstrip("/") for u in role.urls.split(",") if u.strip()]
-        if not out[role.name]:
-            raise UserError(f"--engine vllm needs --{role.name}_url: the {role.name}'s servers, by commas, "
-                            f"as http://HOST:8000/v1")
-        if any("@" in urlsplit(url).netloc for url in out[role.name]):
-            raise UserError(f"--{role.name}_url: no user or password in an address, it would be written "
-                            f"down; set VLLM_API_KEY instead")
-    return out
 
 
 class Local:

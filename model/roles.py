@@ -3,12 +3,15 @@
 A system (grpo_hier.py, systems/NAME.py) lists its roles; everything behind it knows them by this list only.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import torch
 
 from model.backbone import need_model
 from model.critic import Critic, need_critic
+from model.paths import with_models
 from model.policy import Policy
 from runtime import UserError
 
@@ -78,6 +81,30 @@ def check_roles(roles: list[Role]) -> None:
             raise UserError(f"the critic {role.name} needs heads, and reads=, the policy whose samples it "
                             f"values; name them in the system's roles()")
         need_critic(role.checkpoint, by_name[role.reads].checkpoint)
+
+
+def addresses(cfg, roles: list[Role]) -> dict[str, list[str]]:
+    """The servers of each policy where `--engine vllm`. Raises UserError for one without, and for an address
+    with a password: config.json and error texts would show it."""
+    out = {}
+    for role in (role for role in roles if cfg.engine == "vllm" and role.kind == "policy"):
+        out[role.name] = [u.strip().rstrip("/") for u in role.urls.split(",") if u.strip()]
+        if not out[role.name]:
+            raise UserError(f"--engine vllm needs --{role.name}_url: the {role.name}'s servers, by commas, "
+                            f"as http://HOST:8000/v1")
+        if any("@" in urlsplit(url).netloc for url in out[role.name]):
+            raise UserError(f"--{role.name}_url: no user or password in an address, it would be written "
+                            f"down; set VLLM_API_KEY instead")
+    return out
+
+
+def with_checked_roles(cfg, roles_of: Callable):
+    """The settings with each role's checkpoint in place of the stage-2 run that its option names. UserError
+    for roles that cannot work; loads no weights."""
+    cfg = with_models(cfg, *(role.name for role in roles_of(cfg) if role.checkpoint))
+    check_roles(roles_of(cfg))
+    addresses(cfg, roles_of(cfg))
+    return cfg
 
 
 def build(roles: list[Role], cfg, device: str) -> tuple[dict, dict]:

@@ -71,6 +71,17 @@ def pad(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), mask
 
 
+def clip_acts(r_NT, adv_NT, eps):
+    """Where ℓ's clip takes the gradient away: r > 1+ε with A > 0, r < 1-ε with A < 0."""
+    return torch.where(adv_NT > 0, r_NT > 1 + eps, r_NT < 1 - eps)
+
+
+def importance(logp_old_NT, logp_sampler_NT, cap):
+    """min(π_old(u) / π_sampler(u), cap): what a sampler with other numerics drew, weighted as if by π_old."""
+    assert logp_old_NT.shape == logp_sampler_NT.shape
+    return (logp_old_NT - logp_sampler_NT).exp().clamp(max=cap)
+
+
 def micro_batches(rows: list[Row], cfg) -> list[list[int]]:
     """Numbers of the rows, in parts of at most micro_batch samples and micro_tokens tokens; sorted by prompts
     and their length, so that equal ones share a pass and little is padded."""

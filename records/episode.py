@@ -6,6 +6,7 @@ Group > Plan and Episode > Step > Sample (model/inputs.py). episode_log.py write
 
 from dataclasses import dataclass, field
 
+from language.prompts import format_plan, parse_plan
 from model.inputs import Sample
 from web.environment import Task
 
@@ -64,6 +65,13 @@ class Group:
     png: bytes = b""                              # o_0, what the decomposer saw
     plans: list[Plan] = field(default_factory=list)
     episodes: list[list[Episode]] = field(default_factory=list)
+
+
+def read_plan(k: int, sample: Sample) -> Plan:
+    """A sampled plan as the actor will read it; a malformed one as it is, clipped (PAPER-GAP 10)."""
+    subtasks = parse_plan(sample.text)
+    text = format_plan(subtasks) if subtasks else sample.text.strip()[:1000]
+    return Plan(k, text, subtasks, not subtasks, sample)
 
 
 def all_episodes(groups: list[Group]) -> list[Episode]:

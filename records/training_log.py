@@ -4,10 +4,14 @@ A logged mean is counted as (sum, number), so that ranks can add theirs up.
 """
 
 from collections import Counter
+from pathlib import Path
 
+from model.backbone import parameter_count
 from model.inputs import Sample
 from model.roles import Role
 from records.episode import Group, all_episodes, all_samples
+from runtime.errors import UserError
+from runtime.files import latest_checkpoint
 
 Shares = dict[str, tuple[float, float]]               # log key -> (sum, number)
 
@@ -73,3 +77,28 @@ def batch_line(shares: Shares, faults: Counter, updates: dict[str, dict]) -> dic
 def printed(line: dict) -> str:
     """The same in one line of text."""
     return " ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items())
+
+
+def need_enough(infra: tuple, batch: int, run: Path, most: float) -> None:
+    """UserError where more than the share `most` of a batch failed on infrastructure: nothing is learnt of
+    it."""
+    lost, episodes = infra
+    if lost > most * episodes:
+        raise UserError(f"batch {batch}: {lost} of {episodes} episodes failed for reasons of infrastructure "
+                        f"(--max_infra {most}); see {run}/episodes.jsonl, then start again")
+
+
+def foretold(cfg, roles: list[Role], rollouts: list[list]) -> str:
+    """What a run of stage 3 would do, in words, and the most it can take."""
+    n = sum(map(len, rollouts))
+    trained = [role.name for role in roles if role.trained]
+    lines = [f"{n} tasks of {cfg.env} {cfg.split} in {len(rollouts)} rollout batches; after each, "
+             f"{cfg.passes} steps of {' and '.join(trained)}",
+             f"{n} tasks x {cfg.plans} plans x {cfg.M} episodes = {n * cfg.plans * cfg.M:,} episodes of "
+             f"at most {cfg.max_steps} actions of at most {max(r.max_tokens for r in roles)} tokens"]
+    for role in (role for role in roles if role.checkpoint):
+        size = parameter_count(role.checkpoint) / 1e6
+        lines.append(f"{role.checkpoint}: {size:,.1f} M parameters, frozen, in {cfg.dtype}")
+    newest = latest_checkpoint(Path(cfg.run_dir) / "checkpoints")
+    return "\n".join([*lines, f"{cfg.run_dir}: {newest or 'new'}; hours: bench/simulate.py, and `seconds` in "
+                              f"log.jsonl after the first rollout batch"])

@@ -16,21 +16,21 @@ def schedule(tasks: list, epochs: int, size: int, seed: int) -> list[list]:
     return out
 
 
-def drawn_batches(batches: range, draw: Callable, sync: Callable, pipeline: bool, threads: int = 1):
+def drawn_batches(batches: range, draw: Callable, sync: Callable, cfg):
     """Yields (batch, what `sync` told, what `draw` returned) for one rollout batch after the other. With
-    `pipeline` the next one is under way, on the weights of now, while the caller trains on what it got;
-    `threads` are torch's, there."""
+    `cfg.pipeline` the next one is under way, on the weights of now, while the caller trains on what it
+    got."""
     import torch
 
     def timed(batch):
         start = time.monotonic()
         return sync(batch) | {"seconds_sync": time.monotonic() - start}
-    ahead = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,))
+    ahead = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(cfg.cpu_threads,))
     coming = None
     try:
         for batch in batches:
             told, drawn = (coming[0], coming[1].result()) if coming else (timed(batch), draw(batch))
-            if pipeline and batch + 1 in batches:
+            if cfg.pipeline and batch + 1 in batches:
                 coming = timed(batch + 1), ahead.submit(draw, batch + 1)
             yield batch, told, drawn
     finally:

@@ -1,10 +1,11 @@
-"""Three small worlds for test_equations.py in which the paper's mathematics can be had exactly.
+"""Three small worlds for the tests of the equations, in which the paper's mathematics can be had exactly.
 
 `Rollouts`: a ragged rollout batch with ratios on all sides of the clip, and the losses on it as plain loops.
 `Toy`: a tabular decomposer and actor whose rollout batches can all be enumerated, with their probabilities.
 `TrlCase`: ragged log-probs from formulas instead of random numbers, for our losses and for TRL's.
 """
 
+import dataclasses
 import itertools
 import math
 
@@ -22,6 +23,24 @@ from grpo_hier import (
     ratio,
 )
 from model.update import Micro, Row, pad
+
+
+def t(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(a, b, tolerance=1e-12):
+    a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
+    assert a.shape == b.shape and (a - b).abs().max() <= tolerance, f"{a} is not {b}"
+
+
+def everyone(x):
+    return torch.ones_like(x, dtype=torch.bool)
+
+
+def config(**settings):
+    small = {"K": 3, "M": 2, "max_steps": 4, "max_tokens_A": 8, "max_tokens_D": 16}
+    return dataclasses.replace(grpo_hier.Config(), **small | settings)
 
 
 class Rollouts:

@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import runtime
 
-TESTS = ("test_equations", "test_grpo_hier", "model/test_update", "model/test_policy", "model/test_critic")
+TESTS = ("test_equations", "test_losses", "test_grpo_hier", "model/test_update", "model/test_policy",
+         "model/test_critic")
 FIRST = {"policy": "model/test_policy", "inputs": "model/test_policy", "backbone": "model/test_policy",
          "critic": "model/test_critic", "update": "model/test_update"}       # whose tests notice soonest
 # file: name of the fault; the source it replaces, which occurs once (test_house.py looks); its replacement
@@ -187,7 +188,7 @@ model/update.py: last micro-batch dropped
 - return [part for part in parts if part]
 + return parts[:-1]
 
-grpo_hier.py: importance weight without a cap
+model/update.py: importance weight without a cap
 - .exp().clamp(max=cap)
 + .exp()
 

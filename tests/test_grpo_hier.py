@@ -198,7 +198,7 @@ def test_the_next_batch_is_drawn_while_this_one_trains_only_with_pipeline(pipeli
     def sync(i):
         events.append(f"sync {i}")
         return {"version": i}
-    for i, told, drawn in drawn_batches(range(3), draw, sync, bool(pipeline)):
+    for i, told, drawn in drawn_batches(range(3), draw, sync, small_config(pipeline=pipeline)):
         under_way[i].set()
         assert not pipeline or i == 2 or begun[i + 1].wait(10), "the draw waits for the update"
         assert (told["version"], drawn) == (i, f"groups {i}") and told["seconds_sync"] >= 0

@@ -16,9 +16,10 @@ from hostile import CLICK, END, Hostile, Prompts, act, left_behind, scripted
 import rollout
 from bench.soak import while_they_come
 from language import actions
+from records.episode import read_plan
 from records.episode_log import EpisodeLog
 from records.training_log import fault_counts
-from rollout import Progress, history_line, read_plan, request_seed
+from rollout import Progress, history_line, request_seed
 from sites.miniwob import MiniWob
 from web.environment import RolloutConfig, Verdict
 

@@ -101,7 +101,7 @@ def test_the_viewer_draws_it(runs, tmp_path):
 
 # -------------------------------------------------------------------------------------------- wrong systems
 def test_a_system_that_is_not_there_or_lacks_a_name_is_one_line(monkeypatch):
-    with pytest.raises(UserError, match="--system nosuch: there is no systems/nosuch.py; there are grpo_hier"):
+    with pytest.raises(UserError, match="--system nosuch: there is no systems/nosuch.py; there are grpo"):
         systems.load_system("nosuch")
     names = {name: None for name in systems.SYSTEM if name not in ("credit", "trains")}
     lame = SimpleNamespace(**names, __file__="x.py")
@@ -144,7 +144,7 @@ def test_a_system_is_evaluated_with_its_own_roles_and_settings(tiny_model, monke
     monkeypatch.setattr(evaluate, "load_system", lambda name: toy_system)
     Config = evaluate.config_of(["--system", "toy"])
     cfg = Config(system="toy", helper=str(tiny_model), writer=str(tiny_model), device="cpu")
-    assert [role.name for role in evaluate.roles_of(cfg)] == ["helper", "writer"]       # a critic is not asked
+    assert [role.name for role in evaluate.roles_of(cfg)] == ["helper", "writer"]     # a critic is not asked
     assert evaluate.describe_system(cfg).startswith(f"toy: helper {tiny_model}, writer")
     evaluate.need(cfg)
     assert evaluate.config_of(["--runs", "3"]) is evaluate.Config

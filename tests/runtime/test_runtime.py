@@ -307,7 +307,7 @@ def test_lines_survive_a_kill_and_a_broken_one_is_named(tmp_path):
         read_jsonl(file)
 
 
-def test_directories_and_files_are_complete_or_not_there(tmp_path):
+def test_directories_and_files_are_complete_or_not_there(tmp_path, monkeypatch):
     for step in (1, 2, 10):
         with atomic_directory(tmp_path / f"{step:06d}") as tmp:
             (tmp / "x").write_text(str(step))
@@ -321,10 +321,7 @@ def test_directories_and_files_are_complete_or_not_there(tmp_path):
 
     def no_rename(*_):
         raise OSError(errno.ENOSPC, "full")
-    real, runtime.os.replace = os.replace, no_rename
-    try:
-        with pytest.raises(OSError):
-            write_atomic(tmp_path / "f", "half")
-    finally:
-        runtime.os.replace = real
+    monkeypatch.setattr(os, "replace", no_rename)
+    with pytest.raises(OSError):
+        write_atomic(tmp_path / "f", "half")
     assert (tmp_path / "f").read_text() == "[1]"
