@@ -46,8 +46,8 @@ from runtime.stopwatch import Stopwatch, phase_table, timed_rollout, times
 from runtime.systems import need_names
 from web.environment import RolloutConfig, load_environment
 
-# B tasks of a rollout batch, K plans per task, M episodes per plan, N samples, T tokens of a padded response.
-# D and A are the roles, never dimensions. A sample is one response: a plan d_i, or one action a_ijk.
+# B tasks of a rollout batch, K plans per task, M episodes per plan, N samples, T tokens of a padded response;
+# D and A are the roles. A sample is one response: a plan d_i, or one action a_ijk.
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class Config(RolloutConfig):
         return self.K if self.use_plan else 1
 
 
-FREE = ("threads", "micro_batch", "micro_tokens", "keep", "max_batch", "adapters_dir", "browser_ws", "max_infra",
-        "retries", "retry_wait", "call_timeout", "open_timeout", "deadline", "recycle", "memory",
+FREE = ("threads", "micro_batch", "micro_tokens", "keep", "max_batch", "adapters_dir", "browser_ws",
+        "max_infra", "retries", "retry_wait", "call_timeout", "open_timeout", "deadline", "recycle", "memory",
         "judge_base_url", "leases")      # may differ on resumption, as may the roles' servers
 
 
@@ -150,7 +150,7 @@ def loss_A_printed(term_NT, mask_NT, T_N, B, K, M):
 
 
 def plan_return(R_BKM, valid_BKM):
-    """Eq. 8: S_i = mean_j R_ij -> S_BK, and which of them exist; PAPER-GAP 7: mean over the valid episodes."""
+    """Eq. 8: S_i = mean_j R_ij -> S_BK, and which of them exist; PAPER-GAP 7: over the valid episodes."""
     n_BK = valid_BKM.sum(-1)
     return torch.where(valid_BKM, R_BKM, 0).sum(-1) / n_BK.clamp(min=1), n_BK > 0
 
@@ -312,10 +312,9 @@ def train(cfg: Config, system, world, run: Path, env, tasks: list) -> None:
     if world.main:
         for name in ("log.jsonl", "episodes.jsonl"):
             rewrite_jsonl(run / name, lambda line: line["batch"] < done)
-    rollouts = schedule(tasks, cfg.epochs, world.size * cfg.tasks_per_rank, cfg.seed)
     gather_objects(done, world)                           # all ranks see the same files before anybody writes
     episode_log = EpisodeLog(run)
-
+    rollouts = schedule(tasks, cfg.epochs, world.size * cfg.tasks_per_rank, cfg.seed)
     agent = partial(system.Agent, cfg, load_prompts(cfg.prompts))
     with rollout.Pool(env, cfg, agent, its_roles) as pool:
         # 3 · plans and episodes (Eqs. 1, 2) with their rewards

@@ -192,7 +192,7 @@ model/update.py: importance weight without a cap
 - .exp().clamp(max=cap)
 + .exp()
 
-grpo_hier.py: importance weight upside down
+model/update.py: importance weight upside down
 - (logp_old_NT - logp_sampler_NT).exp()
 + (logp_sampler_NT - logp_old_NT).exp()
 
