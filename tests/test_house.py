@@ -103,12 +103,12 @@ def test_sizes(file):
     text = file.read_text()
     wide = [i for i, line in enumerate(text.splitlines(), 1) if len(line) > 110]
     assert not wide, f"wider than 110 columns: lines {wide}"
-    assert len(text.splitlines()) <= 520
+    assert len(text.splitlines()) <= 400
     doc = ast.get_docstring(tree(file))
     assert doc and len(doc.splitlines()) <= 25, "a module docstring of at most 25 lines"
     for name, node in functions(tree(file)):
         doc = ast.get_docstring(node) or ""
-        limit = 120 if node.name == "main" else 15 if re.match(r"Eqs?\. ", doc) else 60
+        limit = 100 if node.name in ("main", "train") else 15 if re.match(r"Eqs?\. ", doc) else 50
         assert length(node) <= limit, f"{name} has {length(node)} lines, its limit is {limit}"
 
 
@@ -190,6 +190,24 @@ def test_no_two_files_import_each_other_whichever_way_round():
             done.add(name)
     for name in names:
         walk(name, [])
+
+
+NO_ROLE = [f for f in CODE if room_of(f) in ("runtime", "web", "model", "rollout")
+           or f.stem in ("episode", "episode_log", "training_log")]
+
+
+@pytest.mark.parametrize("file", NO_ROLE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_role_is_named_outside_of_its_system(file):
+    """Loop, pool, engine, log and checkpoints know roles by the list only. Comments and docstrings may speak of
+    the paper's; in model/remote.py planner and grounder play the actor."""
+    docs = {id(n.body[0].value) for n in ast.walk(tree(file))
+            if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(n)}
+    said = [n.value for n in ast.walk(tree(file)) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            and id(n) not in docs]
+    said += [getattr(n, name) for n in ast.walk(tree(file)) for name in ("id", "attr", "arg", "name")
+             if isinstance(getattr(n, name, None), str)]
+    named = {word for word in said if re.search(r"(?<![a-z])(actor|decomposer)(?![a-z])", word)}
+    assert named <= ({"actor"} if file.stem == "remote" else set()), named
 
 
 def test_every_room_says_what_is_inside():
