@@ -7,6 +7,7 @@
     tables.py         the paper's tables, ours beside them; figures.py: curves and figure 2
     failures.py       how a failed episode failed
     viewer.py         viewer.html filled with episodes: one page that shows every step
+    ledger.py         stage 1's output and the two files beside it, what it cost and when it stops
     trajectories.py   GUI recordings, stage 1's decompositions
     examples.py       recordings -> stage 2's training examples
 """

@@ -68,6 +68,14 @@ def test_tables_of_success(tmp_path, capsys):
     assert len(cells(capsys.readouterr().out)) == 2 + 9 + 3 and (tmp_path / "joint/table1.tex").exists()
 
 
+def test_the_papers_table_3_adds_up():
+    cells = [numbers for _, numbers in tables.paper_rows(tables.TABLE_3).values()]
+    *rows, total = [[float(number.replace(",", "")) for number in row] for row in cells]
+    assert sum(n for n, _, _ in rows) == total[0]
+    assert sum(n * s for n, s, _ in rows) / total[0] == pytest.approx(total[1], abs=0.01)
+    assert sum(n * share for n, _, share in rows) / total[0] == pytest.approx(total[2], abs=0.05)
+
+
 def test_table3(tmp_path, capsys):
     lines = [{"platform": "Web", "subtasks": [1] * n, "unnecessary": text}
              for n, text in ((1, ""), (2, "a scroll"), (4, ""))]
