@@ -10,7 +10,7 @@ pytest=".venv/bin/python -m pytest"
 [ $# = 0 ] || exec $pytest "$@"
 timed="tests/web/test_browser.py tests/test_rollout.py"
 shared="tests/test_stages.py tests/sites/test_env_webarena.py tests/model/test_agents.py tests/test_scale.py tests/test_evaluate.py
-  tests/test_demo.py tests/test_analysis.py tests/web/test_effects.py tests/web/test_scrolling.py tests/sites/test_env_miniwob.py
+  tests/test_demo.py tests/test_analysis.py tests/records/test_viewer.py tests/web/test_effects.py tests/web/test_scrolling.py tests/sites/test_env_miniwob.py
   tests/sites/test_miniwob_rewards.py tests/test_forks.py"
 said=$(mktemp) failed=0 beside=
 trap 'kill $beside 2>/dev/null || true; rm -f "$said"' EXIT

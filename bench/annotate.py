@@ -52,7 +52,7 @@ class Config:
     n: int = 2000                # trajectories
     steps: int = 3               # screenshots of each
     kills: int = 3               # SIGKILLs
-    latency: float = 0.4        # s per request
+    latency: float = 0.4         # s per request
     limit: int = 10              # requests the server works on at a time
     seed: int = 0                # of the faults
     timeout: float = 2.0         # s after which annotate.py takes a request for lost
@@ -64,9 +64,15 @@ class Faulty:
     seed."""
 
     def __init__(self, seed: int, latency: float, limit: int, stall: float, always: float = 0.02):
-        self.seed, self.latency, self.stall, self.always = seed, latency, stall, always
-        self.slots, self.lock = threading.Semaphore(limit), threading.Lock()
-        self.asked, self.told, self.done_at = Counter(), Counter(), []
+        self.seed = seed
+        self.latency = latency
+        self.stall = stall
+        self.always = always
+        self.slots = threading.Semaphore(limit)
+        self.lock = threading.Lock()
+        self.asked: Counter = Counter()
+        self.told: Counter = Counter()
+        self.done_at: list[float] = []
 
     def fate(self, name: str, attempt: int) -> str:
         """One fault's name, or "good". A share of the trajectories, `always`, has its own fault each time."""
@@ -133,7 +139,8 @@ def make_data(directory: Path, n: int, steps: int = 3) -> Path:
     images.mkdir(parents=True)
     for k in range(steps):
         image = Image.new("RGB", (1280, 720), "white")
-        draw, dice = ImageDraw.Draw(image), random.Random(k)
+        draw = ImageDraw.Draw(image)
+        dice = random.Random(k)
         for row in range(40):
             draw.text((dice.randrange(200), 18 * row), f"line {row} " * dice.randrange(20), "black")
         image.save(images / f"{k}.png")
@@ -191,7 +198,8 @@ def rss_mb(pid: int) -> float:
 
 def watch(process, out: Path, n: int) -> list[float]:
     """Resident megabytes of the process, twice a second, from when a tenth of what it has to do is done."""
-    begin, sizes = lines(out), []
+    begin = lines(out)
+    sizes = []
     while process.poll() is None:
         if lines(out) > begin + (n - begin) / 10:
             sizes.append(rss_mb(process.pid))
@@ -201,7 +209,8 @@ def watch(process, out: Path, n: int) -> list[float]:
 
 def main(cfg: Config) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        meta, out = make_data(Path(directory) / "data", cfg.n, cfg.steps), Path(directory) / "out.jsonl"
+        meta = make_data(Path(directory) / "data", cfg.n, cfg.steps)
+        out = Path(directory) / "out.jsonl"
         faulty = Faulty(cfg.seed, cfg.latency, cfg.limit, stall=cfg.timeout + 1)
         server = teacher.Server(faulty, handler=Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -232,9 +241,12 @@ def memory(cfg: Config) -> None:
     with tempfile.TemporaryDirectory() as directory:
         with open(Path(directory) / "annotations.jsonl", "w", encoding="utf-8") as f:
             f.writelines(record(i, k, cfg.steps) for i in range(cfg.n) for k in range(cfg.steps))
-        meta, begin, before = write_meta(Path(directory)), time.monotonic(), rss_mb(os.getpid())
+        meta = write_meta(Path(directory))
+        begin = time.monotonic()
+        before = rss_mb(os.getpid())
         files = trajectories.TrajectoryFiles(meta, trajectories.Quarantine())
-        opened, sizes = rss_mb(os.getpid()), []
+        opened = rss_mb(os.getpid())
+        sizes = []
         for i, _ in enumerate(files, 1):
             if i % max(1, cfg.n // 10) == 0:
                 sizes.append(rss_mb(os.getpid()))

@@ -3,7 +3,11 @@
     episode.py        a task's plans, episodes and steps in memory; begin here
     episode_log.py    the same in episodes.jsonl and screenshots, written by stages 3 and 4
     training_log.py   log.jsonl, one object per rollout batch
-    results.py        result files and the statistics on them; viewer.html shows every episode
+    results.py        result files and the statistics on them
+    tables.py         the paper's tables, ours beside them; figures.py: curves and figure 2
+    failures.py       how a failed episode failed
+    viewer.py         viewer.html filled with episodes: one page that shows every step
+    ledger.py         stage 1's output and the two files beside it, what it cost and when it stops
     trajectories.py   GUI recordings, stage 1's decompositions
     examples.py       recordings -> stage 2's training examples
 """

@@ -59,6 +59,21 @@ def read_episodes(path, profile: str = "", by_batch: bool = False) -> list[dict]
     return list(latest.values())
 
 
+def directory_of(path: Path) -> Path:
+    """The directory of a run that is named by itself or by one of its files."""
+    return path if path.is_dir() else path.parent
+
+
+def facts(path: Path) -> dict:
+    """The run's config.json and result.json, as one object."""
+    known: dict = {}
+    for name in ("config.json", "result.json"):
+        file = directory_of(path) / name
+        if file.is_file():
+            known |= runtime.read_json(file, "the directory of a run")
+    return known
+
+
 def scores_by_task(episodes: list[dict]) -> dict[tuple, list[float]]:
     """(task, instance) -> the rewards of its scored episodes; an instance without any is absent."""
     scores: dict[tuple, list[float]] = {}
@@ -70,9 +85,9 @@ def scores_by_task(episodes: list[dict]) -> dict[tuple, list[float]]:
 
 def counts(episodes: list[dict]) -> dict[str, int]:
     """n (scored), n_infra (browser or site broke), n_unknown (it ended, no verdict came), n_unparsable."""
-    null = [e.get("status") == "infra" and e.get("fault") != "verdict"
-            for e in episodes if e["reward"] is None]
-    return {"n": len(episodes) - len(null), "n_infra": sum(null), "n_unknown": len(null) - sum(null),
+    unscored = [e for e in episodes if e["reward"] is None]
+    infra = sum(e.get("status") == "infra" and e.get("fault") != "verdict" for e in unscored)
+    return {"n": len(episodes) - len(unscored), "n_infra": infra, "n_unknown": len(unscored) - infra,
             "n_unparsable": sum(e.get("status") == "unparsable" for e in episodes)}
 
 
@@ -87,6 +102,19 @@ def read_log(path: Path) -> dict[str, np.ndarray]:
             for key in dict.fromkeys(k for _, k, _ in known)}
 
 
+def rounded(x):
+    """Any result as JSON shows it: four decimals (small numbers two digits), not-a-number as null."""
+    if isinstance(x, dict):
+        return {k: rounded(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [rounded(v) for v in x]
+    if not isinstance(x, float):
+        return x
+    if not math.isfinite(x):
+        return None
+    return round(float(x), 4) if abs(x) >= 1e-3 else float(f"{x:.2g}")
+
+
 # ------------------------------------------------------------------------------------------------- statistics
 def interval(statistic, n: int, how: Resampling = Resampling()) -> list[float] | None:
     """Cluster-bootstrap interval; `statistic` maps draw counts (B, n) to values (B,). None for n < 2.
@@ -96,7 +124,9 @@ def interval(statistic, n: int, how: Resampling = Resampling()) -> list[float] |
     """
     if n < 2:
         return None
-    rng, values, chunk = np.random.default_rng(how.seed), [], max(1, 4_000_000 // n)
+    rng = np.random.default_rng(how.seed)
+    values = []
+    chunk = max(1, 4_000_000 // n)
     for b in [chunk] * (how.resamples // chunk) + [how.resamples % chunk]:
         drawn = rng.integers(n, size=(b, n)) + n * np.arange(b)[:, None]
         values.append(statistic(np.bincount(drawn.ravel(), minlength=b * n).reshape(b, n)))
@@ -112,7 +142,8 @@ def permutation_p(diffs: np.ndarray, how: Resampling = Resampling()) -> float:
     if len(d) <= 13:
         signs = 1 - 2 * (np.arange(2 ** len(d))[:, None] >> np.arange(len(d)) & 1)
         return float((abs(signs @ d) >= observed).mean())
-    rng, rounds = np.random.default_rng(how.seed), -(-how.resamples // 500)
+    rng = np.random.default_rng(how.seed)
+    rounds = -(-how.resamples // 500)
     swapped = [abs(rng.choice([-1.0, 1.0], size=(500, len(d))) @ d) for _ in range(rounds)]
     hits = sum(int((s >= observed).sum()) for s in swapped)
     return (hits + 1) / (rounds * 500 + 1)
@@ -135,7 +166,8 @@ def needed(diffs: np.ndarray, R_a: list[list[float]], R_b: list[list[float]], al
     `tasks_needed`: with the present number of runs.
     """
     out = {"runs_needed": None, "runs_needed_same_tasks": None, "tasks_needed": None}
-    n, z = len(diffs), stats.norm.ppf(1 - alpha / 2) + stats.norm.ppf(0.8)
+    n = len(diffs)
+    z = stats.norm.ppf(1 - alpha / 2) + stats.norm.ppf(0.8)
     allowed = (diffs.mean() / z) ** 2  # the variance of the mean difference at which this gain is resolved
     if n < 2 or allowed == 0:
         return out
@@ -153,11 +185,13 @@ def needed(diffs: np.ndarray, R_a: list[list[float]], R_b: list[list[float]], al
 
 def compare_systems(a: list[dict], b: list[dict], how: Resampling = Resampling()) -> dict:
     """Paired comparison over the task instances that both systems have a score for; gain = B - A."""
-    all_a, all_b = scores_by_task(a), scores_by_task(b)
+    all_a = scores_by_task(a)
+    all_b = scores_by_task(b)
     both = [t for t in all_a if t in all_b]
     if not both:
         raise UserError("the two systems share no scored task instance; evaluate both on one split")
-    R_a, R_b = [all_a[t] for t in both], [all_b[t] for t in both]
+    R_a = [all_a[t] for t in both]
+    R_b = [all_b[t] for t in both]
     diffs = np.array([np.mean(y) - np.mean(x) for x, y in zip(R_a, R_b)])
     (success_a, se_a), (success_b, se_b), (gain, gain_se) = map(mean_and_se, (R_a, R_b, diffs))
     return {"a_success": success_a, "b_success": success_b, "a_se": se_a, "b_se": se_b,
@@ -260,10 +294,13 @@ def best_plan_not_rewarded(plans: list, S: list, luck_share: float) -> float:
     """How often luck hides a group's best plan, at this run's success rates. A plan's rate is its S_i drawn
     to its group's mean until they vary as little as S_i would without luck; a group of equal S_i has no best
     plan."""
-    rng, keep, missed = np.random.default_rng(0), math.sqrt(max(0.0, 1 - luck_share)), []
+    rng = np.random.default_rng(0)
+    keep = math.sqrt(max(0.0, 1 - luck_share))
+    missed = []
     for g, s in zip(plans, S):
         if np.ptp(s) > 0:
-            M, p = np.array([len(x) for x in g]), np.clip(s.mean() + keep * (s - s.mean()), 0, 1)
+            M = np.array([len(x) for x in g])
+            p = np.clip(s.mean() + keep * (s - s.mean()), 0, 1)
             drawn = rng.binomial(M, p, (200, len(M))) / M
             missed.append((drawn[:, s.argmax()] <= drawn.mean(1) + 1e-9).mean())
     return average(missed)
@@ -271,7 +308,8 @@ def best_plan_not_rewarded(plans: list, S: list, luck_share: float) -> float:
 
 def split_halves(plans: list) -> dict:
     """Half of each plan's episodes rank the plans, the others give S_i and A^D; both ways round."""
-    not_rewarded, centred = [], []
+    not_rewarded = []
+    centred = []
     for g in plans:
         halves = [[average(e["reward"] for e in part) for part in (p[:len(p) // 2], p[len(p) // 2:])]
                   for p in g if len(p) > 1]
@@ -316,7 +354,8 @@ def plan_distance(texts: list[str]) -> float:
 def following(plans: list) -> dict:
     """How much the plan decides what the actor does: action sequences compared within a plan and between
     plans of a task. Numbers are compared in steps of 20, so that two clicks on one button are one action."""
-    same, other = [], []
+    same = []
+    other = []
     for g in plans:
         if len({p[0].get("plan") for p in g}) < 2:
             continue

@@ -16,13 +16,14 @@ from PIL import Image
 
 import annotate
 import runtime
-from annotate import Config, main, stats
+from annotate import Config, main
 from bench import annotate as bench
 from demo import teacher
 from runtime import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-GOOD, SIX = bench.GOOD, bench.SIX
+GOOD = bench.GOOD
+SIX = bench.SIX
 PAPER = ROOT.parent / "shared/seeds/000_085da43796ecbd44.txt"
 
 
@@ -89,7 +90,8 @@ def test_the_output_line(data, tmp_path):
 
 
 def test_small_screenshots_go_as_they_are_and_once(data, tmp_path, monkeypatch):
-    seen, picture = [], annotate.picture
+    seen = []
+    picture = annotate.picture
     monkeypatch.setattr(annotate, "picture", lambda path, side: seen.append(path) or picture(path, side))
     with serving(lambda *request: SIX) as server:
         main(config(data, server, tmp_path, limit=1))
@@ -168,24 +170,6 @@ def test_unreadable_screenshots_are_not_the_teachers_fault(tmp_path):
     assert [len(o) for o in written(cfg)] == [10, 30]
 
 
-def test_what_a_quarantined_answer_cost_is_not_forgotten(data, tmp_path, capsys):
-    with serving(lambda *request: SIX) as server:
-        cfg = config(data, server, tmp_path, limit=3)
-        main(cfg)
-        spent = tokens(written(cfg)[1])
-        for _ in range(2):  # the cap stops it, so that they are in no file but the third
-            with pytest.raises(UserError, match="--max_tokens"):
-                main(config(data, server, tmp_path, limit=3, retry_quarantined=True, max_tokens=spent + 9))
-        assert written(cfg) == ([], []) and len(server.requests) == 6
-        server.answer = lambda *request: GOOD
-        main(cfg)
-        lines, _ = written(cfg)
-        assert len(lines) == 3 and len(server.requests) == 9
-        assert tokens(lines) > spent and all(o["usage"]["output"] > 2 * (len(SIX) // 4) for o in lines)
-        stats(cfg)
-    assert f"{tokens(lines):,} tokens" in capsys.readouterr().out.splitlines()[-2]
-
-
 @pytest.mark.skipif(not PAPER.exists(), reason="shared/seeds is absent")
 def test_prompt_file(data, tmp_path):
     text = PAPER.read_text()
@@ -205,7 +189,8 @@ def test_prompt_file(data, tmp_path):
 
 # -------------------------------------------------------------------------------------- failures and resuming
 def test_killed_three_times_among_faults(tmp_path):
-    data, out = bench.make_data(tmp_path / "d", 60, 2), tmp_path / "out.jsonl"
+    data = bench.make_data(tmp_path / "d", 60, 2)
+    out = tmp_path / "out.jsonl"
     faulty = bench.Faulty(seed=1, latency=0.05, limit=8, stall=1.5, always=0.1)
     server = teacher.Server(faulty, handler=bench.Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -273,7 +258,8 @@ def test_an_answer_under_way_when_the_teacher_fails_does_not_condemn_the_others(
         client = annotate.llm.Client("m", server.url)
     outage = annotate.llm.LLMError("no answer", transient=True)
     for unanswered, stops in (("abc", True), ("ab", False)):
-        ledger, stop = annotate.Ledger(cfg, "hash"), annotate.Stop(client)
+        ledger = annotate.Ledger(cfg, "hash")
+        stop = annotate.Stop(client)
         results = [*((name, outage) for name in unanswered), ("z", {"id": "z", "usage": {}})]
         annotate.handle(results, ledger, stop, 3, Bar)
         assert bool(stop.why) == stops and len(written(cfg)[1]) == (0 if stops else 2)
@@ -329,33 +315,6 @@ def test_when_nothing_works_any_more_it_stops(tmp_path):
         assert len(lines) == 10 and 20 <= len(left) < 25 and len(server.requests) < 40
 
 
-def test_spending_cap(data, tmp_path, capsys):
-    with serving(lambda *request: GOOD) as server:
-        cfg = config(data, server, tmp_path, max_tokens=4000, concurrency=1, encoders=1)
-        with pytest.raises(UserError, match="--max_tokens is 4,000; the same command"):
-            main(cfg)
-        lines, _ = written(cfg)
-        spent = sum(o["usage"]["input"] + o["usage"]["output"] for o in lines)
-        assert 0 < len(lines) < 12 and spent <= 4000 and len(server.requests) == len(lines)
-        with pytest.raises(UserError, match="--max_dollars is 0.001"):
-            main(config(data, server, tmp_path, max_dollars=0.001))
-        assert len(server.requests) == len(lines)
-        main(config(data, server, tmp_path))
-    assert len(written(cfg)[0]) == len(server.requests) == 12
-
-
-def test_a_cap_holds_from_the_first_question_on(data, tmp_path):
-    with serving(lambda *request: GOOD) as server:
-        with pytest.raises(UserError, match="--max_tokens is 1;"):
-            main(config(data, server, tmp_path, max_tokens=1))
-        assert len(server.requests) == 1
-        server.answer = lambda path, body, headers: (
-            teacher.reply(path, GOOD, "", "a-model", {}) | {"usage": None})
-        with pytest.raises(UserError, match="counts no tokens"):
-            main(config(data, server, tmp_path, max_dollars=9.0))
-        assert len(server.requests) < 2 + 10
-
-
 @pytest.mark.parametrize("wrong", [{"concurrency": 0}, {"encoders": 0}, {"batch_open": 0}, {"retries": -1},
                                    {"max_dollars": -1.0}, {"batch_requests": 0}, {"api": "completions"}])
 def test_settings_that_cannot_be(wrong):
@@ -377,30 +336,6 @@ def test_interrupted_once_what_is_under_way_is_kept(data, tmp_path):
         _, said = process.communicate(timeout=30)
         assert process.returncode == 130 and "goes on from where it stopped" in said
         assert bench.lines(out) == len(server.requests) < 12
-
-
-# ------------------------------------------------------------------------------------------------------ stats
-def test_stats(data, tmp_path, capsys):
-    with serving(lambda *request: GOOD) as server:
-        cfg = config(data, server, tmp_path, limit=6)
-        with pytest.raises(UserError, match="no annotations"):
-            stats(cfg)
-        main(cfg)
-        capsys.readouterr()
-        stats(cfg)
-    shown = capsys.readouterr().out.splitlines()
-    web, total = (next(o.split() for o in shown if o.startswith(name)) for name in ("Web", "Total"))
-    assert web == ["Web", "6", "2.00", "0.0%", "24,311", "2.73", "1.5%"]
-    assert total == ["Total", "6", "2.00", "0.0%", "76,396", "2.56", "1.6%"]
-    assert shown[-2].startswith("cost so far $0.0")
-    assert shown[-1].startswith("left about 6 trajectories, $0.0")
-
-
-def test_the_papers_table_adds_up():
-    *rows, total = annotate.TABLE_3.values()
-    assert sum(n for n, _, _ in rows) == total[0]
-    assert sum(n * s for n, s, _ in rows) / total[0] == pytest.approx(total[1], abs=0.01)
-    assert sum(n * share for n, _, share in rows) / total[0] == pytest.approx(total[2], abs=0.05)
 
 
 # ----------------------------------------------------------------------------------------- the demo's teacher

@@ -13,7 +13,8 @@ from annotate import main, stats
 from bench import annotate as bench
 from runtime import UserError
 
-GOOD, SIX = bench.GOOD, bench.SIX
+GOOD = bench.GOOD
+SIX = bench.SIX
 
 
 def test_batch(data, tmp_path, monkeypatch):
