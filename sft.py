@@ -6,7 +6,7 @@
     --use_plan false trains the actor without subtasks, which two rows of table 2 start from
     python sft.py export RUN                        # RUN/hf_so_far from an unfinished run's newest checkpoint
 
-In:  GUI records in ScaleCUA's form (records/trajectories.py) and the decompositions.jsonl of stage 1.
+In:  GUI records in ScaleCUA's form (records/recordings.py) and the decompositions.jsonl of stage 1.
 Out: RUN/hf, a plain Hugging Face directory; RUN/log.jsonl (one object per optimizer step) and RUN/eval.jsonl;
 RUN/quarantine.jsonl (what was left out, and why); RUN/checkpoints/N; RUN/index.npy (records/examples.py).
 Decomposer: (x, o_0) -> d, one example per trajectory. Actor: (x, o_t, h_t, d) -> a_t, one per record.
@@ -49,7 +49,7 @@ from model.backbone import forward_hidden, load_model, need_model, parameter_cou
 from model.inputs import Inputs
 from model.paths import alone, load_sharded, need_room, with_models
 from model.policy import token_logp
-from records import examples, trajectories
+from records import examples, recordings, trajectories
 from runtime import (
     DTYPES,
     UserError,
@@ -128,7 +128,7 @@ def datasets(cfg: Config, inputs: Inputs, world, run: Path) -> tuple[examples.St
                  for id, subtasks in trajectories.load_decompositions(cfg.decompositions).items()}
     if world.main and not (run / "index.npy").exists():
         examples.write_index(run / "index.npy", cfg.role, cfg.meta, plans, inputs,
-                         trajectories.Quarantine(run / "quarantine.jsonl"))
+                         recordings.Quarantine(run / "quarantine.jsonl"))
     gather_objects(None, world)
     table = examples.read_index(run / "index.npy", plans)
     rows, held = examples.split(table, cfg.held_out, cfg.seed)
@@ -349,7 +349,7 @@ def main(cfg: Config) -> None:
     cfg = with_models(cfg, "model")
     need_model(cfg.model)
     load_prompts(cfg.prompts)
-    trajectories.read_meta(cfg.meta)
+    recordings.read_meta(cfg.meta)
     if cfg.use_plan or cfg.role == "decomposer":
         trajectories.need_decompositions(cfg.decompositions)
     with process_group() as world, open_run(cfg.run_dir, cfg, world, free=FREE) as run:
@@ -363,7 +363,7 @@ def dry_run(cfg: Config) -> None:
     """What a run would do, and the memory of its state; the data is read once, into a directory that goes."""
     cfg = with_models(cfg, "model")
     size = parameter_count(cfg.model)
-    trajectories.read_meta(cfg.meta)
+    recordings.read_meta(cfg.meta)
     with process_group() as world, tempfile.TemporaryDirectory() as scratch:
         if world.main:
             rows, held = (s.rows for s in datasets(cfg, Inputs(cfg.model), World(), Path(scratch)))
@@ -393,7 +393,7 @@ def train(cfg: Config, world, run: Path) -> None:
     if world.main:
         for name in ("log.jsonl", "eval.jsonl"):
             rewrite_jsonl(run / name, lambda line: line["step"] <= done)
-        quarantine = trajectories.Quarantine(run / "quarantine.jsonl")
+        quarantine = recordings.Quarantine(run / "quarantine.jsonl")
     rate = flops.matrix_rate(world.device, getattr(torch, cfg.dtype))
     bar = tqdm(total=total, initial=done, unit="step", desc=f"SFT {cfg.role}", disable=not world.main)
     start = time.monotonic()

@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import runtime
 from demo import teacher
-from records import trajectories
+from records.recordings import Quarantine
+from records.trajectories import TrajectoryFiles
 
 GOOD = teacher.appendix_a({"subtasks": [{"title": "Open the page", "goal": "The page is open."},
                                         {"title": "Press the button", "goal": "It has been pressed."}],
@@ -233,7 +234,7 @@ def memory(cfg: Config) -> None:
         with open(Path(directory) / "annotations.jsonl", "w", encoding="utf-8") as f:
             f.writelines(record(i, k, cfg.steps) for i in range(cfg.n) for k in range(cfg.steps))
         meta, begin, before = write_meta(Path(directory)), time.monotonic(), rss_mb(os.getpid())
-        files = trajectories.TrajectoryFiles(meta, trajectories.Quarantine())
+        files = TrajectoryFiles(meta, Quarantine())
         opened, sizes = rss_mb(os.getpid()), []
         for i, _ in enumerate(files, 1):
             if i % max(1, cfg.n // 10) == 0:

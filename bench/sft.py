@@ -38,7 +38,7 @@ import runtime
 import sft
 from demo import tiny_model
 from model.inputs import Inputs
-from records import examples, trajectories
+from records import examples, recordings
 
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 
@@ -200,7 +200,7 @@ def main(cfg: Config) -> None:
         stage = settings(cfg.__class__(**{**vars(cfg), "work": work}))
         Path(stage.run_dir).mkdir()
         examples.write_index(Path(stage.run_dir) / "index.npy", "actor", stage.meta, {}, Inputs(stage.model),
-                         trajectories.Quarantine())
+                         recordings.Quarantine())
         names = ["ours", "trainer", "trl"]
         for _ in range(cfg.repeats):
             for name in list(names):

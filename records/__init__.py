@@ -4,6 +4,7 @@
     episode_log.py    the same in episodes.jsonl and screenshots, written by stages 3 and 4
     training_log.py   log.jsonl, one object per rollout batch
     results.py        result files and the statistics on them; viewer.html shows every episode
-    trajectories.py   GUI recordings, stage 1's decompositions
-    examples.py       recordings -> stage 2's training examples
+    recordings.py     GUI recordings, one record per step
+    trajectories.py   records -> trajectories; stage 1's decompositions
+    examples.py       records -> stage 2's training examples
 """

@@ -36,7 +36,7 @@ from language import actions
 from language.prompts import Prompts
 from model.attention import pieces_of
 from model.inputs import Inputs, plain
-from records import trajectories
+from records import recordings, trajectories
 
 # N records or rows of a micro-batch, S positions of a row, P patches of an image, n target tokens
 KINDS = ("step", "step_no_history", "grounding", "box", "point")
@@ -46,16 +46,16 @@ HIT = 0.05                               # a predicted point this close, as a sh
 
 # ------------------------------------------------------------------------------------------------------ index
 def write_index(path: Path, role: str, meta: str, plans: dict[str, str], inputs: Inputs,
-                quarantine: trajectories.Quarantine) -> None:
+                quarantine: recordings.Quarantine) -> None:
     """One row per example, in file order. Actor: every record with something to do, as often as its data set
     says, with its trajectory's plan where there is one. Decomposer: the first record of a planned one."""
     number = {id: n for n, id in enumerate(plans)}
     plan_at = {step.where: number[t.id]
-               for t in (trajectories.TrajectoryFiles(meta, trajectories.Quarantine()) if plans else ())
+               for t in (trajectories.TrajectoryFiles(meta, recordings.Quarantine()) if plans else ())
                if t.id in plans for step in (t.steps if role == "actor" else t.steps[:1])}
     groups: dict[str, int] = {}
     rows = []
-    for file, offset, r in trajectories.located_records(meta, quarantine, repeat=role == "actor"):
+    for file, offset, r in recordings.located_records(meta, quarantine, repeat=role == "actor"):
         plan = plan_at.get(r.where, -1)
         if (r.calls or r.box) if role == "actor" else plan >= 0:
             group = groups.setdefault(r.trajectory, len(groups))
@@ -80,7 +80,7 @@ def fingerprint(plans: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(list(plans.items())).encode()).hexdigest()
 
 
-def cost(record: trajectories.Record, inputs: Inputs) -> int:
+def cost(record: recordings.Record, inputs: Inputs) -> int:
     """About how many tokens the example has; only the ranks' shares are balanced by it."""
     try:
         width, height = inputs.resized(record.width, record.height)
@@ -119,7 +119,7 @@ class Encoded:
     pixels: torch.Tensor                 # (P, 1176)
     grid: torch.Tensor                   # (1, 3) patches over time, height, width
     size: tuple[int, int]                # pixels of the image as the model sees it
-    record: trajectories.Record | None
+    record: recordings.Record | None
 
     def __len__(self):
         return len(self.prompt_ids) + len(self.target_ids)
@@ -130,18 +130,18 @@ class Source:
 
     def __init__(self, table, role: str, meta: str, plans: list[str], prompts: Prompts, thinking: Prompts,
                  inputs: Inputs, max_length: int, dtype: torch.dtype):
-        self.table, self.role, self.entries, self.plans = table, role, trajectories.read_meta(meta), plans
+        self.table, self.role, self.entries, self.plans = table, role, recordings.read_meta(meta), plans
         self.prompts, self.thinking, self.inputs = prompts, thinking, inputs
         self.max_length, self.dtype = max_length, dtype
 
-    def record(self, i: int) -> trajectories.Record:
+    def record(self, i: int) -> recordings.Record:
         file, offset, number = self.table[i, :PLAN].tolist()
         entry = self.entries[file]
         with open(entry.annotation, "rb") as f:
             f.seek(offset)
-            return trajectories.parse_record(f.readline(), entry, f"{entry.annotation}:{number}")
+            return recordings.parse_record(f.readline(), entry, f"{entry.annotation}:{number}")
 
-    def texts(self, r: trajectories.Record, plan: str) -> tuple[str, str]:
+    def texts(self, r: recordings.Record, plan: str) -> tuple[str, str]:
         """(system, user) of an example. A record with a thought is asked for one."""
         if self.role == "decomposer":
             return self.prompts.decomposer(r.instruction)
@@ -155,12 +155,12 @@ class Source:
         """Raises ValueError with the reason for an image that cannot be used, OverflowError when too long."""
         r = self.record(i)
         plan = self.plans[self.table[i, PLAN]] if self.table[i, PLAN] >= 0 else ""
-        image, _ = trajectories.read_image(r.image)
+        image, _ = recordings.read_image(r.image)
         prompt_ids, size = self.inputs.encode(*self.texts(r, plan), image)
         text = plan if self.role == "decomposer" else target(r, size)
         try:
             return self._encoded(prompt_ids, text, image, size, r)
-        except trajectories.IMAGE_ERRORS as e:
+        except recordings.IMAGE_ERRORS as e:
             raise ValueError(f"image {r.image}: {e}") from None
 
     def _encoded(self, prompt_ids, text: str, image: bytes, size, record=None) -> Encoded:
@@ -180,7 +180,7 @@ class Source:
         return self._encoded(prompt_ids, "", png.getvalue(), size)
 
 
-def target(record: trajectories.Record, size: tuple[int, int]) -> str:
+def target(record: recordings.Record, size: tuple[int, int]) -> str:
     """What the actor is to write: thought and operation where the record has them, then the calls, or the
     box or point, in pixels of `size`."""
     if record.box:
@@ -190,7 +190,7 @@ def target(record: trajectories.Record, size: tuple[int, int]) -> str:
     return "\n".join(f"<{tag}>\n{text}\n</{tag}>" for tag, text in parts.items() if text)
 
 
-def score(text: str, record: trajectories.Record, size: tuple[int, int]) -> dict[str, float]:
+def score(text: str, record: recordings.Record, size: tuple[int, int]) -> dict[str, float]:
     """How good an answer is: `type` (1: the right actions), `point` (1: inside the true box, or within HIT of
     the true point), `distance` to it, the larger of its shares of width and height, `argument` (1: all others
     equal). What does not apply is absent; a missing point has distance 1."""

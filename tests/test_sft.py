@@ -21,7 +21,7 @@ from language.prompts import load_prompts
 from model import attention, flops
 from model.backbone import load_model
 from model.inputs import Inputs
-from records import examples, trajectories
+from records import examples, recordings, trajectories
 from runtime import UserError, World, parse_args
 
 FORMS = {"click": "<operation>\nClick the {n} link\n</operation>\n"
@@ -67,7 +67,7 @@ def corpus(tmp_path_factory):
     (d / "images/thin.png").write_bytes(png(2, (28, 6000)))
     (d / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (d / "meta.json").write_text(json.dumps({"web": {"root": "images", "annotation": "a.jsonl"}}))
-    for t in trajectories.TrajectoryFiles(d / "meta.json", trajectories.Quarantine()):
+    for t in trajectories.TrajectoryFiles(d / "meta.json", recordings.Quarantine()):
         if t.instruction.startswith("Task") and not t.instruction.startswith("Task number 11 "):
             plans.append({"id": t.id, "subtasks": [{"title": "Go", "goal": "click " * (len(plans) % 3)}]})
     (d / "decompositions.jsonl").write_text("".join(json.dumps(p) + "\n" for p in plans))
@@ -303,11 +303,11 @@ def test_held_out_trajectories_are_not_trained_on(source):
 
 def test_scores():
     def record(**more):
-        return trajectories.Record("", "", Path(), [], "", more.pop("calls", ()), "", 56, 56, "step", "", "",
+        return recordings.Record("", "", Path(), [], "", more.pop("calls", ()), "", 56, 56, "step", "", "",
                                    **more)
 
     def calls(text):
-        return trajectories.actions.parse(text).calls
+        return recordings.actions.parse(text).calls
     click = record(calls=calls("click(x=0.5, y=0.5)"))
     near = examples.score("click(x=28, y=29)", click, (56, 56))
     assert near == {"type": 1, "point": 1, "distance": pytest.approx(1 / 56, abs=1e-3)}

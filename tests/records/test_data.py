@@ -7,7 +7,8 @@ import pytest
 
 from bench.annotate import make_data
 from records import examples
-from records.trajectories import Quarantine, TrajectoryFiles
+from records.recordings import Quarantine
+from records.trajectories import TrajectoryFiles
 from runtime import UserError
 
 
