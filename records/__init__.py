@@ -7,4 +7,5 @@
     recordings.py     GUI recordings, one record per step
     trajectories.py   records -> trajectories; stage 1's decompositions
     examples.py       records -> stage 2's training examples
+    answers.py        what an actor is to write for a record, and how good an answer is
 """

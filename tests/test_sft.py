@@ -21,7 +21,9 @@ from language.prompts import load_prompts
 from model import attention, flops
 from model.backbone import load_model
 from model.inputs import Inputs
+from model.sharded import TargetLogp
 from records import examples, recordings, trajectories
+from records.answers import score
 from runtime import UserError, World, parse_args
 
 FORMS = {"click": "<operation>\nClick the {n} link\n</operation>\n"
@@ -163,7 +165,7 @@ def logp_and_gradient(module, batches):
 def test_a_row_of_many_records_equals_each_by_transformers_alone(source, tiny_model, packing):
     """Log-probs and gradient of packed and of padded micro-batches against plain transformers, one record at
     a time, with positions and masks of its own making."""
-    module = sft.TargetLogp(attention.separate_records(load_model(tiny_model)))
+    module = TargetLogp(attention.separate_records(load_model(tiny_model)))
     plain = load_model(tiny_model)
     plain.model.visual.config._attn_implementation = "sdpa"
     made, want = encoded(source), []
@@ -181,7 +183,7 @@ def test_a_row_of_many_records_equals_each_by_transformers_alone(source, tiny_mo
 
 
 def test_a_packed_record_does_not_see_its_neighbours(source, tiny_model):
-    module = sft.TargetLogp(attention.separate_records(load_model(tiny_model)))
+    module = TargetLogp(attention.separate_records(load_model(tiny_model)))
     a, b, *_ = encoded(source)
     other = examples.Encoded([7] * 3 + b.prompt_ids, b.target_ids, b.pixels.flip(0), b.grid, b.size, b.record)
     with torch.no_grad():
@@ -309,21 +311,21 @@ def test_scores():
     def calls(text):
         return recordings.actions.parse(text).calls
     click = record(calls=calls("click(x=0.5, y=0.5)"))
-    near = examples.score("click(x=28, y=29)", click, (56, 56))
+    near = score("click(x=28, y=29)", click, (56, 56))
     assert near == {"type": 1, "point": 1, "distance": pytest.approx(1 / 56, abs=1e-3)}
-    assert examples.score("click(x=28, y=50)", click, (56, 56))["point"] == 0
-    ended = examples.score("terminate(status='success')", click, (56, 56))
+    assert score("click(x=28, y=50)", click, (56, 56))["point"] == 0
+    ended = score("terminate(status='success')", click, (56, 56))
     assert ended == {"type": 0, "point": 0, "distance": 1}
     write = record(calls=calls("write(message='a')"))
-    assert examples.score("write(message='a')", write, (56, 56)) == {"type": 1, "argument": 1}
-    assert examples.score("write(message='b')", write, (56, 56)) == {"type": 1, "argument": 0}
+    assert score("write(message='a')", write, (56, 56)) == {"type": 1, "argument": 1}
+    assert score("write(message='b')", write, (56, 56)) == {"type": 1, "argument": 0}
     box = record(box=(0.25, 0.25, 0.75, 0.5))
-    assert examples.score('{"bbox_2d": [20, 15, 30, 25]}', box, (56, 56))["point"] == 1
-    assert examples.score('{"bbox_2d": [0, 0, 10, 10]}', box, (56, 56))["point"] == 0
-    assert examples.score("nonsense", box, (56, 56)) == {"type": 0, "point": 0, "distance": 1}
+    assert score('{"bbox_2d": [20, 15, 30, 25]}', box, (56, 56))["point"] == 1
+    assert score('{"bbox_2d": [0, 0, 10, 10]}', box, (56, 56))["point"] == 0
+    assert score("nonsense", box, (56, 56)) == {"type": 0, "point": 0, "distance": 1}
     point = record(box=(0.5, 0.5))
-    assert examples.score('{"point_2d": [28, 29]}', point, (56, 56))["point"] == 1
-    assert examples.score('{"point_2d": [28, 40]}', point, (56, 56))["point"] == 0
+    assert score('{"point_2d": [28, 29]}', point, (56, 56))["point"] == 1
+    assert score('{"point_2d": [28, 40]}', point, (56, 56))["point"] == 0
 
 
 # ------------------------------------------------------------------------------------------------------ FLOPs
@@ -332,7 +334,7 @@ def test_flops_are_those_that_torch_counts(source, tiny_model):
     batch = examples.collate(encoded(source), source.inputs, True)
     with FlopCounterMode(display=False) as counter, torch.no_grad(), \
             torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        sft.TargetLogp(model)(batch)
+        TargetLogp(model)(batch)
     H, layers = model.config.text_config.hidden_size, model.config.text_config.num_hidden_layers
     masked = layers * sum(2 * H * L * L for L in batch["lengths"])     # torch counts the masked half as well
     ours = flops.language_flops(model.config.text_config, batch["lengths"], len(batch["y"])) + \
