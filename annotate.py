@@ -6,7 +6,7 @@
     python annotate.py stats --meta META.json --out OUT.jsonl             # table 3, cost so far, what is left
 
 76,396 answers of 20 s each, 100 under way, take 4.3 hours; memory does not grow with the trajectories.
-In: ScaleCUA's meta files (records/trajectories.py). Out: a line per trajectory, written when it is answered:
+In: ScaleCUA's meta files (records/recordings.py). Out: a line per trajectory, written when it is answered:
 {"id", "task", "platform", "analysis", "subtasks": [{"title", "goal"}], "unnecessary": text or "", "teacher",
 "prompt_hash", "usage": tokens {"input", "cached", "output"} of all its calls (a batch's: "batch_input", ...),
 "n_steps"}, "metadata" where the server sent some; OUT.jsonl.quarantine.jsonl and OUT.jsonl.again.jsonl beside
@@ -32,8 +32,9 @@ import runtime
 from language.prompts import Prompts, load_prompts, parse_teacher
 from model import llm
 from records.ledger import KEYS, Ledger, LeftOpen, Stop, Unusable, beside, handle, unsettled
+from records.recordings import Quarantine, load_image, read_image, read_meta
 from records.tables import TABLE_3, paper_rows
-from records.trajectories import Quarantine, Trajectory, TrajectoryFiles, load_image, read_image, read_meta
+from records.trajectories import Trajectory, TrajectoryFiles
 from runtime import UserError, each_jsonl
 
 

@@ -5,25 +5,24 @@
     torchrun --nproc_per_node=8 sft.py --role actor --model QWEN --meta M.json --decompositions D.jsonl
     --use_plan false trains the actor without subtasks, which two rows of table 2 start from
     python sft.py export RUN                        # RUN/hf_so_far from an unfinished run's newest checkpoint
+    --system NAME --role ROLE trains a role of systems/NAME.py on what its EXAMPLES say of it
 
-In:  GUI records in ScaleCUA's form (records/trajectories.py) and the decompositions.jsonl of stage 1.
+In:  GUI records in ScaleCUA's form (records/recordings.py) and the decompositions.jsonl of stage 1.
 Out: RUN/hf, a plain Hugging Face directory; RUN/log.jsonl (one object per optimizer step) and RUN/eval.jsonl;
 RUN/quarantine.jsonl (what was left out, and why); RUN/checkpoints/N; RUN/index.npy (records/examples.py).
 Decomposer: (x, o_0) -> d, one example per trajectory. Actor: (x, o_t, h_t, d) -> a_t, one per record.
 
 A 7B takes 16 bytes a parameter while it trains (133 GB): eight GPUs of 80 GB, 44 GB each (`--dry_run`).
-On several ranks the model is sharded by FSDP2 (the paper's ZeRO-3): float32 masters, bfloat16 compute,
-float32 reduction. The loss is the mean over all target tokens of an optimizer step, which takes the next
-`global_batch` examples; ranks, packing and micro-batches change nothing but rounding. PAPER-GAP 9: everything
-trains; `--freeze_vision` freezes the vision blocks. PAPER-GAP 10: the decomposer writes the numbered list
-that the actor reads. PAPER-GAP 11: the history holds operation texts, else action calls.
+On several ranks FSDP2 (the paper's ZeRO-3) shards the model: see model/sharded.py. The loss is the mean over
+all target tokens of an optimizer step, which takes the next `global_batch` examples; ranks, packing and
+micro-batches change nothing but rounding. PAPER-GAP 9: everything trains; `--freeze_vision` freezes the
+vision blocks. PAPER-GAP 10: the decomposer writes the numbered list that the actor reads. PAPER-GAP 11: the
+history holds operation texts, else action calls.
 """
 
-import contextlib
 import math
 import os
 import resource
-import shutil
 import tempfile
 import time
 from collections import defaultdict
@@ -31,33 +30,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tqdm import tqdm
 
-from language.prompts import Subtask, format_plan, load_prompts
+from language.prompts import Prompts, Subtask, format_plan, load_prompts
 from model import flops
-from model.attention import pieces_to, separate_records
-from model.backbone import forward_hidden, load_model, need_model, parameter_count, recompute_activations
+from model.attention import separate_records
+from model.backbone import load_model, need_model, parameter_count, recompute_activations
 from model.inputs import Inputs
-from model.paths import alone, load_sharded, need_room, with_models
-from model.policy import token_logp
-from records import examples, trajectories
+from model.paths import load_sharded, need_room, with_models
+from model.sharded import (
+    Checkpoints,
+    TargetLogp,
+    answers,
+    clip_and_step,
+    gathered,
+    on_device,
+    shard,
+    write_hf,
+)
+from records import examples, recordings, trajectories
+from records.answers import score, target
+from records.examples import Examples
+from records.recordings import Record
+from rollout import load_system
 from runtime import (
     DTYPES,
     UserError,
     World,
     append_jsonl,
-    atomic_directory,
     check,
-    drop_old_checkpoints,
     gather_objects,
     latest_checkpoint,
     launch,
@@ -72,11 +74,12 @@ from runtime import (
 
 @dataclass(frozen=True)
 class Config:
-    role: str                            # decomposer or actor
+    role: str                            # decomposer or actor; of another system, one of its own
     model: str = "Qwen2.5-VL-7B-Instruct"  # checkpoint to start from, or a stage-2 run, sec. 3.3
     meta: str = "meta.json"              # ScaleCUA meta file, or several separated by commas
     decompositions: str = "decompositions.jsonl"  # stage 1's output
     run_dir: str = "runs/sft_{role}"     # run directory; the same one again goes on where it stopped
+    system: str = "grpo_hier"            # whose role: the paper's, or that of systems/NAME.py
     prompts: str = ""                    # JSON file that replaces texts of language/prompts.py
     use_plan: bool = True                # false: the actor's prompts carry no subtasks (table 2)
     epochs: int = 1                      # sec. 4.3
@@ -102,7 +105,15 @@ class Config:
 
     def __post_init__(self):
         check(self, "epochs", "global_batch", "max_length", "row_tokens", "batch_size", "eval_every",
-              "save_every", role=("decomposer", "actor"), dtype=DTYPES)
+              "save_every", role=tuple(examples_of(self.system)), dtype=DTYPES)
+
+    @property
+    def learns(self) -> Examples:
+        return examples_of(self.system)[self.role]
+
+    @property
+    def needs_plans(self) -> bool:
+        return self.use_plan or self.learns.one_a_trajectory
 
 
 # what a run may change when it goes on: these touch memory, speed and what is looked at, never the weights
@@ -119,16 +130,54 @@ def loss_sft(logp_n, n_tokens: int):
     return -logp_n.sum() / n_tokens
 
 
+# ------------------------------------------------------------------------------------------- what roles learn
+def decomposer_texts(record: Record, plan: str, prompts: Prompts, thinking: Prompts) -> tuple[str, str]:
+    """(system, user) of the decomposer's example."""
+    return prompts.decomposer(record.instruction)
+
+
+def decomposer_target(record: Record, plan: str, size: tuple[int, int]) -> str:
+    """The plan as the actor reads it (PAPER-GAP 10)."""
+    return plan
+
+
+def actor_texts(record: Record, plan: str, prompts: Prompts, thinking: Prompts) -> tuple[str, str]:
+    """(system, user) of the actor's example. A record with a thought is asked for one."""
+    if record.box:
+        return "", record.instruction
+    if record.kind == "grounding":
+        return prompts.grounder(record.instruction)
+    asks = thinking if record.think else prompts
+    return asks.actor(record.instruction, record.history, plan)
+
+
+EXAMPLES = {"decomposer": Examples(decomposer_texts, decomposer_target, one_a_trajectory=True),
+            "actor": Examples(actor_texts, target, scored=True)}
+
+
+def examples_of(system: str) -> dict[str, Examples]:
+    """What each role of a system learns: of the paper's here, of another in its module. UserError for one
+    that says nothing about it."""
+    if system == "grpo_hier":
+        return EXAMPLES
+    module = load_system(system)
+    found = getattr(module, "EXAMPLES", {})
+    if not found:
+        raise UserError(f"--system {system}: {module.__file__} has no EXAMPLES; define there what each role "
+                        f"learns, {{name: records.examples.Examples(...)}}, as sft.py does for the paper's")
+    return found
+
+
 # ------------------------------------------------------------------------------------------------------- data
 def datasets(cfg: Config, inputs: Inputs, world, run: Path) -> tuple[examples.Steps, examples.Steps]:
     """(optimizer steps, held-out ones) of this rank. Raises UserError when there is nothing to learn from."""
     plans = {}
-    if cfg.use_plan or cfg.role == "decomposer":
-        plans = {id: format_plan([Subtask(*s) for s in subtasks])
-                 for id, subtasks in trajectories.load_decompositions(cfg.decompositions).items()}
+    if cfg.needs_plans:
+        decompositions = trajectories.load_decompositions(cfg.decompositions)
+        plans = {id: format_plan([Subtask(*s) for s in subtasks]) for id, subtasks in decompositions.items()}
     if world.main and not (run / "index.npy").exists():
-        examples.write_index(run / "index.npy", cfg.role, cfg.meta, plans, inputs,
-                         trajectories.Quarantine(run / "quarantine.jsonl"))
+        examples.write_index(run / "index.npy", cfg.learns, cfg.meta, plans, inputs,
+                             recordings.Quarantine(run / "quarantine.jsonl"))
     gather_objects(None, world)
     table = examples.read_index(run / "index.npy", plans)
     rows, held = examples.split(table, cfg.held_out, cfg.seed)
@@ -136,7 +185,7 @@ def datasets(cfg: Config, inputs: Inputs, world, run: Path) -> tuple[examples.St
         raise UserError(f"no examples for the {cfg.role}: {cfg.meta} and {cfg.decompositions} have no "
                         f"trajectory in common, or --held_out {cfg.held_out} left none; "
                         f"run annotate.py on this data first (and remove {run})")
-    source = examples.Source(table, cfg.role, cfg.meta, list(plans.values()), load_prompts(cfg.prompts),
+    source = examples.Source(table, cfg.learns, cfg.meta, list(plans.values()), load_prompts(cfg.prompts),
                          load_prompts(cfg.prompts, think=True), inputs, cfg.max_length,
                          getattr(torch, cfg.dtype))
     shape = examples.Shape(cfg.packing, cfg.row_tokens, cfg.batch_size)
@@ -145,26 +194,6 @@ def datasets(cfg: Config, inputs: Inputs, world, run: Path) -> tuple[examples.St
 
 
 # -------------------------------------------------------------------------------------------------- the model
-class TargetLogp(nn.Module):
-    """The model as training needs it: a micro-batch of examples.collate -> log π of its target tokens.
-
-    A module, so that FSDP2 gathers around it.
-    """
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: dict):
-        """(n,) log-probs of the targets; only the positions that predict them are projected."""
-        h_NSH = forward_hidden(self.model, batch["inputs"] | {"pieces": batch["pieces"]})
-        y = batch["y"]
-        return token_logp(h_NSH.flatten(0, 1)[batch["where"]], self.model.lm_head.weight, y, 1.0, y[:0])
-
-    def generate(self, inputs: dict, settings):
-        return self.model.generate(**inputs, generation_config=settings, synced_gpus=False)
-
-
 def build(cfg: Config, world):
     """Model, ready to train on this rank: trainable float32 parameters, sharded where there are several."""
     model = separate_records(load_model(cfg.model, world.device, "float32"))
@@ -177,25 +206,6 @@ def build(cfg: Config, world):
     return shard(module, getattr(torch, cfg.dtype)) if world.size > 1 else module
 
 
-def shard(module: TargetLogp, dtype: torch.dtype) -> TargetLogp:
-    """FSDP2 over all ranks, one group of parameters per decoder layer and vision block, the rest in one."""
-    precision = {"param_dtype": dtype, "reduce_dtype": torch.float32}
-    # a block's inputs keep their dtype: the vision tower's rotary angles are float32
-    inner = MixedPrecisionPolicy(**precision, cast_forward_inputs=False)
-    for block in [*module.model.model.language_model.layers, *module.model.model.visual.blocks]:
-        fully_shard(block, mp_policy=inner)
-    fully_shard(module, mp_policy=MixedPrecisionPolicy(**precision))
-    register_fsdp_forward_method(module, "generate")
-    return module
-
-
-def on_device(batch: dict, device) -> dict:
-    """What the module needs of a micro-batch, on `device`."""
-    move = lambda t: t.to(device, non_blocking=True)
-    return {"inputs": {k: move(t) for k, t in batch["inputs"].items()}, "y": move(batch["y"]),
-            "where": move(batch["where"]), "pieces": batch["pieces"] and pieces_to(batch["pieces"], device)}
-
-
 def learning_rate(step: int, steps: int, cfg: Config) -> float:
     """Linear warm-up over warmup_ratio of the steps, then cosine to 0."""
     warmup = max(1, round(cfg.warmup_ratio * steps))
@@ -204,100 +214,14 @@ def learning_rate(step: int, steps: int, cfg: Config) -> float:
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def step_(module, optimizer, lr: float, max_norm: float) -> float:
-    """Clip, step with learning rate `lr`, clear the gradients; returns the norm before the clip."""
-    norm = nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-# ------------------------------------------------------------------------------------------------ checkpoints
-class Checkpoints:
-    """Sharded checkpoints of model and optimizer: copied to the host while the run waits, written to disk
-    while it goes on, and there under their number only when they are complete."""
-
-    def __init__(self, directory: Path, module, inputs: Inputs, optimizer, world, keep: int):
-        self.directory, self.module, self.optimizer, self.keep = directory, module, optimizer, keep
-        self.inputs = inputs                      # written beside, as in any model directory
-        self.world, self.pending, self.step = world, None, 0
-        # the writer's collectives run beside those of the training loop, so they need a group of their own
-        self.group = torch.distributed.new_group(backend="gloo") if world.size > 1 else None
-
-    def state(self) -> dict:
-        model, optimizer = get_state_dict(self.module, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def restore(self) -> int:
-        """Load the newest checkpoint, if there is one, also on another number of ranks; returns its step."""
-        newest = latest_checkpoint(self.directory)
-        if newest is None:
-            return 0
-        state = self.state()
-        load_sharded(state, newest, self.world)
-        set_state_dict(self.module, self.optimizer, model_state_dict=state["model"],
-                       optim_state_dict=state["optimizer"])
-        return int(newest.name)
-
-    def save(self, step: int) -> None:
-        """Begin to write the state after `step` steps."""
-        self.finish()
-        self.step = step
-        if self.world.main:
-            shutil.rmtree(self.temporary, ignore_errors=True)
-        gather_objects(None, self.world)
-        self.pending = dcp.async_save(self.state(), checkpoint_id=self.temporary, process_group=self.group,
-                                      no_dist=alone(self.world))
-
-    def finish(self, wait: bool = True) -> None:
-        """Give a written checkpoint its name. Rank 0 writes last of all, once every shard is there."""
-        if self.pending and (wait or self.pending.done()):
-            self.pending.result()
-            self.pending = None
-            if self.world.main:
-                self.module.model.config.save_pretrained(self.temporary)
-                self.module.model.generation_config.save_pretrained(self.temporary)
-                self.inputs.save(self.temporary)
-                self.temporary.replace(self.directory / f"{self.step:06d}")
-                drop_old_checkpoints(self.directory, self.keep)
-
-    @property
-    def temporary(self) -> Path:
-        return self.directory / f".{self.step:06d}.tmp"
-
-
-def write_hf(module, inputs: Inputs, directory: Path, dtype, world) -> None:
-    """The whole model as a Hugging Face directory: weights, tokenizer, chat template, image processor."""
-    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if world.main:
-        with atomic_directory(directory) as tmp:
-            state = {k.removeprefix("model."): v.to(getattr(torch, dtype)) for k, v in state.items()}
-            module.model.config.dtype = getattr(torch, dtype)
-            module.model.save_pretrained(tmp, state_dict=state)
-            inputs.save(tmp)
-
-
 # ------------------------------------------------------------------------------------------------- evaluation
-@contextlib.contextmanager
-def gathered(module):
-    """Within, what a forward pass gathers stays: ranks may then generate different numbers of tokens without
-    waiting for one another."""
-    root, *layers = [m for m in module.modules() if isinstance(m, FSDPModule)] or [None]
-    for m in layers:
-        m.set_reshard_after_forward(False, recurse=False)
-    yield
-    for m in layers:
-        m.set_reshard_after_forward(True, recurse=False)
-    for m in [root, *layers] if root else []:
-        m.reshard()
-
-
 @torch.no_grad()
 def evaluate(module, held: examples.Steps, cfg: Config, world, blank: dict) -> dict:
-    """Held-out loss (Eqs. 3, 4); for the actor also how its greedy answers score (examples.score)."""
-    total, n, scores = 0.0, 0, defaultdict(list)
+    """Held-out loss (Eqs. 3, 4); where the role's answers are actions, also how its greedy ones score."""
+    loss = 0.0
+    n = 0
+    scores = defaultdict(list)
+    inputs = held.source.inputs
     with gathered(module), autocast(cfg, world):
         for item in held.load(0, len(held), cfg.workers, world.device):
             rounds = max(gather_objects(len(item["batches"]), world))
@@ -305,15 +229,18 @@ def evaluate(module, held: examples.Steps, cfg: Config, world, blank: dict) -> d
                 tensors = on_device(batch, world.device)
                 logp_n = module(tensors)
                 texts = []
-                if cfg.role == "actor":
-                    texts = answers(module, batch["examples"], tensors["inputs"], held.source.inputs)
+                if cfg.learns.scored:
+                    prompts = [prompt for prompt, *_ in batch["examples"]]
+                    longest = max(len(answer) for _, answer, *_ in batch["examples"])
+                    texts = answers(module, prompts, tensors["inputs"], 2 * longest, inputs)
                 if batch["examples"][0][-1] is None:                       # the blank one
                     continue
-                total, n = total - float(logp_n.sum()), n + len(logp_n)
+                loss -= float(logp_n.sum())
+                n += len(logp_n)
                 for text, (_, _, size, record) in zip(texts, batch["examples"]):
-                    for name, value in examples.score(text, record, size).items():
+                    for name, value in score(text, record, size).items():
                         scores[record.kind, name].append(value)
-    every = gather_objects((total, n, dict(scores)), world)
+    every = gather_objects((loss, n, dict(scores)), world)
     kinds: dict = defaultdict(dict)
     for kind, name in sorted({key for _, _, part in every for key in part}):
         values = [v for _, _, part in every for v in part.get((kind, name), [])]
@@ -321,26 +248,9 @@ def evaluate(module, held: examples.Steps, cfg: Config, world, blank: dict) -> d
     return {"loss": sum(e[0] for e in every) / max(1, sum(e[1] for e in every)), "kinds": kinds}
 
 
-def answers(module, examples: list, images: dict, inputs: Inputs) -> list[str]:
-    """What the model writes, greedily, for every example of a micro-batch."""
-    from transformers import GenerationConfig
-    prompts = [torch.tensor(prompt) for prompt, *_ in examples]
-    ids = nn.utils.rnn.pad_sequence(prompts, True, inputs.pad_id, padding_side="left")
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(p) for p in prompts], True, padding_side="left")
-    tensors = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == inputs.image_id).long()}
-    tensors = {k: t.to(images["pixel_values"].device) for k, t in tensors.items()}
-    tensors |= {k: images[k] for k in ("pixel_values", "image_grid_thw")}
-    longest = max(len(target) for _, target, *_ in examples)
-    # an unset field would come from the checkpoint
-    settings = GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=2 * longest, min_new_tokens=0,
-                                repetition_penalty=1.0, no_repeat_ngram_size=0, use_cache=True,
-                                eos_token_id=inputs.stop_ids, pad_token_id=inputs.pad_id)
-    out = module.generate(tensors, settings)
-    return inputs.tokenizer.batch_decode(out[:, ids.shape[1]:], skip_special_tokens=True)
-
-
 # ------------------------------------------------------------------------------------------------------- main
 def autocast(cfg: Config, world):
+    """Compute in bfloat16, where that is asked for."""
     return torch.autocast(torch.device(world.device).type, torch.bfloat16, enabled=cfg.dtype == "bfloat16")
 
 
@@ -349,8 +259,8 @@ def main(cfg: Config) -> None:
     cfg = with_models(cfg, "model")
     need_model(cfg.model)
     load_prompts(cfg.prompts)
-    trajectories.read_meta(cfg.meta)
-    if cfg.use_plan or cfg.role == "decomposer":
+    recordings.read_meta(cfg.meta)
+    if cfg.needs_plans:
         trajectories.need_decompositions(cfg.decompositions)
     with process_group() as world, open_run(cfg.run_dir, cfg, world, free=FREE) as run:
         if not (run / "hf" / "config.json").exists():
@@ -363,7 +273,7 @@ def dry_run(cfg: Config) -> None:
     """What a run would do, and the memory of its state; the data is read once, into a directory that goes."""
     cfg = with_models(cfg, "model")
     size = parameter_count(cfg.model)
-    trajectories.read_meta(cfg.meta)
+    recordings.read_meta(cfg.meta)
     with process_group() as world, tempfile.TemporaryDirectory() as scratch:
         if world.main:
             rows, held = (s.rows for s in datasets(cfg, Inputs(cfg.model), World(), Path(scratch)))
@@ -393,7 +303,7 @@ def train(cfg: Config, world, run: Path) -> None:
     if world.main:
         for name in ("log.jsonl", "eval.jsonl"):
             rewrite_jsonl(run / name, lambda line: line["step"] <= done)
-        quarantine = trajectories.Quarantine(run / "quarantine.jsonl")
+        quarantine = recordings.Quarantine(run / "quarantine.jsonl")
     rate = flops.matrix_rate(world.device, getattr(torch, cfg.dtype))
     bar = tqdm(total=total, initial=done, unit="step", desc=f"SFT {cfg.role}", disable=not world.main)
     start = time.monotonic()
@@ -434,16 +344,17 @@ def train_step(item: dict, module, optimizer, lr, blank, cfg: Config, world) -> 
     n_tokens = max(1, sum(e["targets"] for e in every))
     # all ranks run the same number of micro-batches, FSDP2's collectives demand it; blank ones have weight 0
     rounds = max(1, *(e["rounds"] for e in every))
-    total, counted = torch.zeros((), device=world.device), 0.0
-    for i in range(rounds):
-        batch, weight = (batches[i], 1.0) if i < len(batches) else (blank, 0.0)
+    total = torch.zeros((), device=world.device)
+    counted = 0.0
+    shares = [(batch, 1.0) for batch in batches] + [(blank, 0.0)] * (rounds - len(batches))
+    for batch, weight in shares:
         with autocast(cfg, world):
             loss = loss_sft(module(on_device(batch, world.device)), n_tokens) * weight
         (loss * world.size).backward()                 # FSDP2 averages the gradients over the ranks
         total += loss.detach()
         counted += weight * flops.training_flops(module.model.config, batch["lengths"], batch["grids"],
                                                  len(batch["y"]), cfg.freeze_vision)
-    norm = step_(module, optimizer, lr, cfg.max_norm)
+    norm = clip_and_step(module, optimizer, lr, cfg.max_norm)
     sums = gather_objects((float(total), counted, peak_memory(world)), world)
     size = blank["inputs"]["input_ids"].numel()        # a blank micro-batch is padding altogether
     shown = sum(e["positions"] + (rounds - e["rounds"]) * size for e in every)
@@ -478,6 +389,7 @@ class ExportConfig:
 
 
 def export(cfg: ExportConfig) -> None:
+    """A plain Hugging Face directory from the newest checkpoint of a run that has not ended."""
     run = Path(cfg.run_dir)
     written = read_settings(run)
     if os.path.realpath(cfg.out) == os.path.realpath(run / "hf"):

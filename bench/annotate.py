@@ -35,7 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import runtime
 from demo import teacher
-from records import trajectories
+from records.recordings import Quarantine
+from records.trajectories import TrajectoryFiles
 
 GOOD = teacher.appendix_a({"subtasks": [{"title": "Open the page", "goal": "The page is open."},
                                         {"title": "Press the button", "goal": "It has been pressed."}],
@@ -244,7 +245,7 @@ def memory(cfg: Config) -> None:
         meta = write_meta(Path(directory))
         begin = time.monotonic()
         before = rss_mb(os.getpid())
-        files = trajectories.TrajectoryFiles(meta, trajectories.Quarantine())
+        files = TrajectoryFiles(meta, Quarantine())
         opened = rss_mb(os.getpid())
         sizes = []
         for i, _ in enumerate(files, 1):

@@ -7,9 +7,9 @@
 
 Qwen2.5-VL-7B's dimensions are set explicitly and its weights are random: nothing is downloaded. One GPU
 cannot hold the training state of all 28 decoder layers (16 bytes a parameter: 133 GB), so `sft` measures the
-whole vision tower, embedding and head with two depths of the decoder, on the code that trains (sft.shard,
-sft.TargetLogp, AdamW), and extends time and memory along the straight line through them. What eight GPUs add
-is not measured: the transfers between them, which FSDP2 hides behind the computation as far as it can.
+whole vision tower, embedding and head with two depths of the decoder, on the code that trains
+(model/sharded.py, AdamW), and extends time and memory along the straight line through them. What eight GPUs
+add is not measured: the transfers between them, which FSDP2 hides behind the computation as far as it can.
 
 `rl` keeps both roles on the GPU, with adapters of r = 32, as training does. Every generation batch has new
 screenshots, as nearly every step of a run has: image processing, vision tower and prefill are in its time.
@@ -43,6 +43,7 @@ from model import backbone as room
 from model import flops
 from model.attention import group_windows, separate_records
 from model.policy import Policy
+from model.sharded import TargetLogp, shard
 from records import examples
 
 IMAGE_ID, LAYERS = 151655, 28
@@ -196,7 +197,7 @@ def sft_measured(layers: int, cfg: SftConfig, device: str) -> dict:
         model.model.visual.blocks.requires_grad_(False)
         model.model.visual.patch_embed.requires_grad_(False)
     room.recompute_activations(model)
-    module = stage_2.shard(stage_2.TargetLogp(model), torch.bfloat16)
+    module = shard(TargetLogp(model), torch.bfloat16)
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0)
     batch = packed_row(cfg, config.image_token_id, config.text_config.vocab_size)

@@ -38,7 +38,7 @@ import runtime
 import sft
 from demo import tiny_model
 from model.inputs import Inputs
-from records import examples, trajectories
+from records import examples, recordings
 
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 
@@ -199,8 +199,8 @@ def main(cfg: Config) -> None:
         prepare(Path(work), cfg)
         stage = settings(cfg.__class__(**{**vars(cfg), "work": work}))
         Path(stage.run_dir).mkdir()
-        examples.write_index(Path(stage.run_dir) / "index.npy", "actor", stage.meta, {}, Inputs(stage.model),
-                         trajectories.Quarantine())
+        examples.write_index(Path(stage.run_dir) / "index.npy", stage.learns, stage.meta, {},
+                             Inputs(stage.model), recordings.Quarantine())
         names = ["ours", "trainer", "trl"]
         for _ in range(cfg.repeats):
             for name in list(names):

@@ -4,6 +4,7 @@
     backbone.py   what policy and critic share: a frozen Qwen2.5-VL with one LoRA adapter
     policy.py     a distribution over tokens: samples and log-probs
     critic.py     values at token positions, by named heads
+    sharded.py    the whole model as stage 2 trains it: FSDP2, checkpoints, export
     update.py     one role's optimizer steps on a rollout batch, whatever its objective is
     inputs.py     a response (Sample), and texts and screenshots -> ids and tensors
     paths.py      checkpoints and adapters: which directory is meant, and what is read from it

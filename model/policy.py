@@ -85,6 +85,45 @@ class GumbelSampler:
         return token_N, logp_NV.gather(-1, token_N[:, None]).squeeze(-1).masked_fill(greedy, 0.0)
 
 
+# ---------------------------------------------------------------------------------------------------- drawing
+def decode(model, inputs: dict, at: list[int], limits: list[int], sampler: GumbelSampler,
+           stop_ids: list[int]) -> list[tuple[list[int], list[float]]]:
+    """Ids and log-probs that each request draws after the prompt in row `at` of `inputs`, up to the first end
+    or its limit. A request that has ended leaves the batch."""
+    from transformers import DynamicCache
+    cache = DynamicCache()
+    named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    use = {named: cache, "use_cache": True}           # the newer transformers' name, or the older ones'
+    rows = torch.tensor(at, device=inputs["attention_mask"].device)
+    logits_NV = model(**inputs, **use, logits_to_keep=1).logits[:, -1][rows]
+    mask_NS = inputs["attention_mask"][rows]
+    position_N = inputs["position_ids"][0, :, -1][rows] + 1
+    cache.batch_select_indices(rows)
+    drawn: list[tuple[list[int], list[float]]] = [([], []) for _ in at]
+    live = list(range(len(at)))
+    while True:
+        token_N, logp_N = sampler(logits_NV, live)
+        for i, token, logp in zip(live, token_N.tolist(), logp_N.tolist()):
+            ids, logps = drawn[i]
+            ids.append(token)
+            logps.append(logp)
+        on = [n for n, i in enumerate(live)
+              if drawn[i][0][-1] not in stop_ids and len(drawn[i][0]) < limits[i]]
+        if not on:
+            return drawn
+        if len(on) < len(live):
+            live = [live[n] for n in on]
+            keep = torch.tensor(on, device=rows.device)
+            token_N = token_N[keep]
+            mask_NS = mask_NS[keep]
+            position_N = position_N[keep]
+            cache.batch_select_indices(keep)
+        mask_NS = torch.nn.functional.pad(mask_NS, (0, 1), value=1)
+        logits_NV = model(input_ids=token_N[:, None], attention_mask=mask_NS, **use,
+                          position_ids=position_N[None, :, None].expand(3, -1, -1)).logits[:, -1]
+        position_N = position_N + 1
+
+
 # ------------------------------------------------------------------------------------------------- the policy
 class Policy(Adapted):
     """One role that writes."""
@@ -110,38 +149,10 @@ class Policy(Adapted):
         sampler = GumbelSampler([q.seed for q in requests], [q.temperature for q in requests], self.banned,
                                 self.device)
         with self.autocast:
-            drawn = self._decode(inputs, at, [q.max_new_tokens for q in requests], sampler)
+            drawn = decode(self.model, inputs, at, [q.max_new_tokens for q in requests], sampler,
+                           self.inputs.stop_ids)
         return [self.read(q, ids, size, response, logp, seen)
                 for q, (ids, size), seen, (response, logp) in zip(requests, encoded, features, drawn)]
-
-    def _decode(self, inputs: dict, at: list[int], limits: list[int], sampler) -> list[tuple[list, list]]:
-        """Ids and log-probs that each request draws after the prompt in row `at` of `inputs`, up to the first
-        end or its limit. A request that has ended leaves the batch."""
-        drawn, live = [([], []) for _ in at], list(range(len(at)))
-        rows = torch.tensor(at, device=self.device)
-        from transformers import DynamicCache
-        cache = DynamicCache()
-        named = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
-        use = {named: cache, "use_cache": True}       # the newer transformers' name, or the older ones'
-        logits_NV = self.model(**inputs, **use, logits_to_keep=1).logits[:, -1][rows]
-        mask_NS, position_N = inputs["attention_mask"][rows], inputs["position_ids"][0, :, -1][rows] + 1
-        cache.batch_select_indices(rows)
-        while True:
-            token_N, logp_N = sampler(logits_NV, live)
-            for i, token, logp in zip(live, token_N.tolist(), logp_N.tolist()):
-                drawn[i][0].append(token), drawn[i][1].append(logp)
-            on = [n for n, i in enumerate(live)
-                  if drawn[i][0][-1] not in self.inputs.stop_ids and len(drawn[i][0]) < limits[i]]
-            if not on:
-                return drawn
-            if len(on) < len(live):
-                live, keep = [live[n] for n in on], torch.tensor(on, device=self.device)
-                token_N, mask_NS, position_N = token_N[keep], mask_NS[keep], position_N[keep]
-                cache.batch_select_indices(keep)
-            mask_NS = torch.nn.functional.pad(mask_NS, (0, 1), value=1)
-            logits_NV = self.model(input_ids=token_N[:, None], attention_mask=mask_NS, **use,
-                                   position_ids=position_N[None, :, None].expand(3, -1, -1)).logits[:, -1]
-            position_N = position_N + 1
 
     def read(self, q, prompt_ids, image_size, response_ids, logp, features=None) -> Sample:
         """The Sample of a request's response, wherever that was drawn."""

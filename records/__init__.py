@@ -8,6 +8,8 @@
     failures.py       how a failed episode failed
     viewer.py         viewer.html filled with episodes: one page that shows every step
     ledger.py         stage 1's output and the two files beside it, what it cost and when it stops
-    trajectories.py   GUI recordings, stage 1's decompositions
-    examples.py       recordings -> stage 2's training examples
+    recordings.py     GUI recordings, one record per step
+    trajectories.py   records -> trajectories; stage 1's decompositions
+    examples.py       records -> stage 2's training examples
+    answers.py        what an actor is to write for a record, and how good an answer is
 """

@@ -1,5 +1,6 @@
 """Stage 2's data: records on disk -> examples -> the micro-batches of an optimizer step, in worker processes.
 
+`Examples` says what a role learns: which records, asked how, to write what. A system names its own.
 `write_index` reads all records once and keeps seven numbers of each; the records stay in their files. It is
 good for one set of plans, which `read_index` makes sure of.
 `Steps` is a data set whose item is one optimizer step's share of a rank, ready to go to the device. Which
@@ -10,8 +11,7 @@ no other item, so a resumed run goes on with exactly the next record.
 A packed row holds whole records one after another up to `row_tokens`, each with its own M-RoPE positions from
 0; without packing a micro-batch is `batch_size` records, padded on the right, which causal attention needs no
 mask for. A record over `max_length` tokens is left out whole, one with a broken or impossible image too; the
-item says so. PAPER-GAP, what grounding data become (formats of ScaleCUA's 7B recipe): a call is learnt as an
-action, a box or a point as JSON in pixels of the image as the model sees it.
+item says so.
 """
 
 import ctypes
@@ -20,9 +20,9 @@ import io
 import json
 import math
 import random
-import re
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,39 +32,58 @@ import torch
 from PIL import Image
 
 import runtime
-from language import actions
 from language.prompts import Prompts
 from model.attention import pieces_of
 from model.inputs import Inputs, plain
-from records import trajectories
+from records import recordings, trajectories
 
 # N records or rows of a micro-batch, S positions of a row, P patches of an image, n target tokens
 KINDS = ("step", "step_no_history", "grounding", "box", "point")
 FILE, OFFSET, NUMBER, PLAN, COST, GROUP, KIND = range(7)           # columns of the index; PLAN -1: none
-HIT = 0.05                               # a predicted point this close, as a share of each side, counts
+
+
+# --------------------------------------------------------------------------------------------- what is learnt
+@dataclass(frozen=True)
+class Examples:
+    """What a role learns from the records. A system's EXAMPLES holds one for each of its roles, by name."""
+    texts: Callable                      # (record, plan, prompts, the same with thoughts) -> (system, user)
+    target: Callable                     # (record, plan, (width, height) as the model sees it) -> its answer
+    one_a_trajectory: bool = False       # first record of each that has a plan; else all with something to do
+    scored: bool = False                 # answers to held-out records are scored as actions (answers.score)
 
 
 # ------------------------------------------------------------------------------------------------------ index
-def write_index(path: Path, role: str, meta: str, plans: dict[str, str], inputs: Inputs,
-                quarantine: trajectories.Quarantine) -> None:
-    """One row per example, in file order. Actor: every record with something to do, as often as its data set
-    says, with its trajectory's plan where there is one. Decomposer: the first record of a planned one."""
-    number = {id: n for n, id in enumerate(plans)}
-    plan_at = {step.where: number[t.id]
-               for t in (trajectories.TrajectoryFiles(meta, trajectories.Quarantine()) if plans else ())
-               if t.id in plans for step in (t.steps if role == "actor" else t.steps[:1])}
+def write_index(path: Path, learns: Examples, meta: str, plans: dict[str, str], inputs: Inputs,
+                quarantine: recordings.Quarantine) -> None:
+    """One row per example, in file order. Of every record with something to do, as often as its data set
+    says, with its trajectory's plan where there is one; or of the first record of each planned trajectory."""
+    plan_at = plans_of_records(meta, plans, first_only=learns.one_a_trajectory)
     groups: dict[str, int] = {}
     rows = []
-    for file, offset, r in trajectories.located_records(meta, quarantine, repeat=role == "actor"):
+    for file, offset, r in recordings.located_records(meta, quarantine, repeat=not learns.one_a_trajectory):
         plan = plan_at.get(r.where, -1)
-        if (r.calls or r.box) if role == "actor" else plan >= 0:
+        wanted = plan >= 0 if learns.one_a_trajectory else r.calls or r.box
+        if wanted:
+            number = int(r.where.rpartition(":")[2])
             group = groups.setdefault(r.trajectory, len(groups))
-            rows.append((file, offset, int(r.where.rpartition(":")[2]), plan, cost(r, inputs), group,
-                         KINDS.index(r.kind)))
+            rows.append((file, offset, number, plan, cost(r, inputs), group, KINDS.index(r.kind)))
     runtime.write_atomic(path.with_suffix(".plans"), fingerprint(plans))
     with open(path.with_suffix(".tmp"), "wb") as f:
         np.save(f, np.array(rows, dtype=np.int64).reshape(-1, 7))
     path.with_suffix(".tmp").replace(path)
+
+
+def plans_of_records(meta: str, plans: dict[str, str], first_only: bool) -> dict[str, int]:
+    """Where a record of a planned trajectory stands -> the plan's position in `plans`."""
+    if not plans:
+        return {}
+    number = {id: n for n, id in enumerate(plans)}
+    found = {}
+    for t in trajectories.TrajectoryFiles(meta, recordings.Quarantine()):
+        if t.id in plans:
+            steps = t.steps[:1] if first_only else t.steps
+            found |= {step.where: number[t.id] for step in steps}
+    return found
 
 
 def read_index(path: Path, plans: dict[str, str]) -> np.ndarray:
@@ -77,10 +96,11 @@ def read_index(path: Path, plans: dict[str, str]) -> np.ndarray:
 
 
 def fingerprint(plans: dict[str, str]) -> str:
+    """Of the plans in their order."""
     return hashlib.sha256(json.dumps(list(plans.items())).encode()).hexdigest()
 
 
-def cost(record: trajectories.Record, inputs: Inputs) -> int:
+def cost(record: recordings.Record, inputs: Inputs) -> int:
     """About how many tokens the example has; only the ranks' shares are balanced by it."""
     try:
         width, height = inputs.resized(record.width, record.height)
@@ -94,12 +114,13 @@ def split(table: np.ndarray, held_out: int, seed: int) -> tuple[np.ndarray, np.n
     """(rows to train on, rows to evaluate on): of each kind, one record of `held_out` trajectories; nothing
     of these trajectories is trained on."""
     dice = random.Random(f"{seed} held out")
-    chosen = []
-    for kind in range(len(KINDS)) if held_out else ():
+    chosen: list[int] = []
+    for kind in range(len(KINDS)):
         rows = np.flatnonzero(table[:, KIND] == kind)
-        first_of = rows[dice.sample(range(len(rows)), len(rows))] if len(rows) else rows
-        _, first = np.unique(table[first_of, GROUP], return_index=True)
-        chosen += first_of[np.sort(first)[:held_out]].tolist()
+        if held_out and len(rows):
+            mixed = rows[dice.sample(range(len(rows)), len(rows))]
+            _, first = np.unique(table[mixed, GROUP], return_index=True)
+            chosen += mixed[np.sort(first)[:held_out]].tolist()
     held = np.array(sorted(chosen), dtype=np.int64)
     return np.flatnonzero(~np.isin(table[:, GROUP], table[held, GROUP])), held
 
@@ -119,7 +140,7 @@ class Encoded:
     pixels: torch.Tensor                 # (P, 1176)
     grid: torch.Tensor                   # (1, 3) patches over time, height, width
     size: tuple[int, int]                # pixels of the image as the model sees it
-    record: trajectories.Record | None
+    record: recordings.Record | None
 
     def __len__(self):
         return len(self.prompt_ids) + len(self.target_ids)
@@ -128,45 +149,46 @@ class Encoded:
 class Source:
     """The examples of a role: number in the index -> Encoded."""
 
-    def __init__(self, table, role: str, meta: str, plans: list[str], prompts: Prompts, thinking: Prompts,
-                 inputs: Inputs, max_length: int, dtype: torch.dtype):
-        self.table, self.role, self.entries, self.plans = table, role, trajectories.read_meta(meta), plans
-        self.prompts, self.thinking, self.inputs = prompts, thinking, inputs
-        self.max_length, self.dtype = max_length, dtype
+    def __init__(self, table, learns: Examples, meta: str, plans: list[str], prompts: Prompts,
+                 thinking: Prompts, inputs: Inputs, max_length: int, dtype: torch.dtype):
+        self.table = table
+        self.learns = learns
+        self.entries = recordings.read_meta(meta)
+        self.plans = plans
+        self.prompts = prompts
+        self.thinking = thinking
+        self.inputs = inputs
+        self.max_length = max_length
+        self.dtype = dtype
 
-    def record(self, i: int) -> trajectories.Record:
+    def record(self, i: int) -> recordings.Record:
         file, offset, number = self.table[i, :PLAN].tolist()
         entry = self.entries[file]
         with open(entry.annotation, "rb") as f:
             f.seek(offset)
-            return trajectories.parse_record(f.readline(), entry, f"{entry.annotation}:{number}")
+            return recordings.parse_record(f.readline(), entry, f"{entry.annotation}:{number}")
 
-    def texts(self, r: trajectories.Record, plan: str) -> tuple[str, str]:
-        """(system, user) of an example. A record with a thought is asked for one."""
-        if self.role == "decomposer":
-            return self.prompts.decomposer(r.instruction)
-        if r.box:
-            return "", r.instruction
-        if r.kind == "grounding":
-            return self.prompts.grounder(r.instruction)
-        return (self.thinking if r.think else self.prompts).actor(r.instruction, r.history, plan)
+    def texts(self, r: recordings.Record, plan: str) -> tuple[str, str]:
+        """(system, user) of an example."""
+        return self.learns.texts(r, plan, self.prompts, self.thinking)
 
     def __getitem__(self, i: int) -> Encoded:
         """Raises ValueError with the reason for an image that cannot be used, OverflowError when too long."""
         r = self.record(i)
         plan = self.plans[self.table[i, PLAN]] if self.table[i, PLAN] >= 0 else ""
-        image, _ = trajectories.read_image(r.image)
+        image, _ = recordings.read_image(r.image)
         prompt_ids, size = self.inputs.encode(*self.texts(r, plan), image)
-        text = plan if self.role == "decomposer" else target(r, size)
+        text = self.learns.target(r, plan, size)
         try:
             return self._encoded(prompt_ids, text, image, size, r)
-        except trajectories.IMAGE_ERRORS as e:
+        except recordings.IMAGE_ERRORS as e:
             raise ValueError(f"image {r.image}: {e}") from None
 
     def _encoded(self, prompt_ids, text: str, image: bytes, size, record=None) -> Encoded:
         tokens = self.inputs.tokenizer(plain(text), add_special_tokens=False)["input_ids"]
         target_ids = tokens + [self.inputs.end_id]
-        if (length := len(prompt_ids) + len(target_ids)) > self.max_length:
+        length = len(prompt_ids) + len(target_ids)
+        if length > self.max_length:
             raise OverflowError(f"{length} tokens; --max_length is {self.max_length}")
         pixels = self.inputs.pixels([image])
         return Encoded(prompt_ids, target_ids, pixels["pixel_values"].to(self.dtype),
@@ -178,44 +200,6 @@ class Source:
         Image.new("RGB", (2 * self.inputs.cell,) * 2).save(png, "PNG")
         prompt_ids, size = self.inputs.encode("", "", png.getvalue())
         return self._encoded(prompt_ids, "", png.getvalue(), size)
-
-
-def target(record: trajectories.Record, size: tuple[int, int]) -> str:
-    """What the actor is to write: thought and operation where the record has them, then the calls, or the
-    box or point, in pixels of `size`."""
-    if record.box:
-        pixels = [min(round(v * side), side - 1) for v, side in zip(record.box, (*size, *size))]
-        return json.dumps({"bbox_2d" if len(pixels) == 4 else "point_2d": pixels})
-    parts = {"think": record.think, "operation": record.operation, "action": record.action(*size)}
-    return "\n".join(f"<{tag}>\n{text}\n</{tag}>" for tag, text in parts.items() if text)
-
-
-def score(text: str, record: trajectories.Record, size: tuple[int, int]) -> dict[str, float]:
-    """How good an answer is: `type` (1: the right actions), `point` (1: inside the true box, or within HIT of
-    the true point), `distance` to it, the larger of its shares of width and height, `argument` (1: all others
-    equal). What does not apply is absent; a missing point has distance 1."""
-    if record.box:
-        numbers = [float(v) / size[i % 2] for i, v in enumerate(re.findall(r"-?\d+(?:\.\d+)?", re.sub(
-            r"(bbox|point)_2d", "", text)))]
-        ok = len(numbers) == len(record.box)
-        middle = lambda b: [sum(b[i::2]) / len(b[i::2]) for i in (0, 1)]
-        away = max(abs(a - b) for a, b in zip(middle(numbers), middle(record.box))) if ok else 1.0
-        inside = ok and all(low <= at <= high for low, at, high in zip(
-            record.box[:2], middle(numbers), record.box[2:])) if len(record.box) == 4 else away <= HIT
-        return {"type": float(ok), "point": float(inside), "distance": min(away, 1.0)}
-    calls = [actions.rescale(c, size, (1, 1)) for c in actions.parse(text).calls]
-    same = [c.name for c in calls] == [c.name for c in record.calls]
-    out = {"type": float(same)}
-    true = [n for c in record.calls for v in actions.coordinates(c).values() for n in v]
-    if true:
-        mine = [n for c in calls for v in actions.coordinates(c).values() for n in v]
-        away = max(abs(a - b) for a, b in zip(mine, true)) if same and len(mine) == len(true) else 1.0
-        out |= {"point": float(away <= HIT), "distance": away}
-    others = [{k: v for k, v in c.args.items() if k not in actions.AXES} for c in record.calls]
-    if any(others):
-        out["argument"] = float(same and others == [
-            {k: v for k, v in c.args.items() if k not in actions.AXES} for c in calls])
-    return out
 
 
 # ------------------------------------------------------------------------------------------------------ steps
@@ -233,8 +217,13 @@ class Steps(torch.utils.data.Dataset):
 
     def __init__(self, source: Source, rows: np.ndarray, global_batch: int, shape: Shape, rank: int,
                  ranks: int, seed: int | None):
-        self.source, self.rows, self.global_batch, self.shape = source, rows, global_batch, shape
-        self.rank, self.ranks, self.seed = rank, ranks, seed
+        self.source = source
+        self.rows = rows
+        self.global_batch = global_batch
+        self.shape = shape
+        self.rank = rank
+        self.ranks = ranks
+        self.seed = seed                          # None: always in the order of the rows
 
     def __len__(self) -> int:
         """Steps of an epoch."""
@@ -242,10 +231,15 @@ class Steps(torch.utils.data.Dataset):
 
     def __getitem__(self, step: int) -> dict:
         epoch, at = divmod(step, len(self))
-        order = np.arange(len(self.rows)) if self.seed is None else order_of(len(self.rows), epoch, self.seed)
+        if self.seed is None:
+            order = np.arange(len(self.rows))
+        else:
+            order = order_of(len(self.rows), epoch, self.seed)
         chosen = self.rows[order[at * self.global_batch:(at + 1) * self.global_batch]]
         mine = share(self.source.table[chosen, COST].tolist(), self.ranks)[self.rank]
-        encoded, left_out, too_long = [], [], 0
+        encoded = []
+        left_out = []
+        too_long = 0
         for i in chosen[mine].tolist():
             try:
                 encoded.append(self.source[i])
@@ -283,7 +277,8 @@ def _same(item):
 
 def share(costs: list[int], ranks: int) -> list[list[int]]:
     """Positions of `costs` for every rank: the largest first, each to the rank that has the least."""
-    loads, parts = [0] * ranks, [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    parts: list[list[int]] = [[] for _ in range(ranks)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         rank = loads.index(min(loads))
         loads[rank] += costs[i]
@@ -316,7 +311,8 @@ def collate(examples: list[Encoded], inputs: Inputs, packing: bool) -> dict:
     N = 1 if packing else len(examples)
     ids = torch.full((N * S,), inputs.pad_id)
     position_ids = torch.zeros((3, N * S), dtype=torch.long)
-    where, begin = [], 0
+    where = []
+    begin = 0
     for e in examples:
         here = slice(begin, begin + len(e))
         ids[here] = torch.tensor(e.prompt_ids + e.target_ids)
@@ -337,7 +333,8 @@ def collate(examples: list[Encoded], inputs: Inputs, packing: bool) -> dict:
 def positions(length: int, image_at: int, grid: list[int], merge: int) -> torch.Tensor:
     """(3, S) M-RoPE positions of a record with one image: text counts on, an image's cells count rows and
     columns, and the text after it goes on behind the longer side."""
-    h, w = grid[1] // merge, grid[2] // merge
+    h = grid[1] // merge
+    w = grid[2] // merge
     image = torch.stack([torch.zeros(h * w, dtype=torch.long), torch.arange(h).repeat_interleave(w),
                          torch.arange(w).repeat(h)])
     after = length - image_at - h * w

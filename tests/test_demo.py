@@ -24,7 +24,7 @@ from language import actions
 from language.prompts import Subtask, format_plan, load_prompts, parse_plan
 from model.backbone import forward_hidden, load_model
 from model.inputs import Inputs
-from records import trajectories
+from records import recordings
 from runtime import UserError, config_class, parse_args
 
 
@@ -114,8 +114,8 @@ def test_missing_texts_and_a_small_vocabulary_are_errors():
 
 # -------------------------------------------------------------------------------------------- demonstrations
 def test_records_parse_and_join_their_plans(demonstrations):
-    quarantine = trajectories.Quarantine()
-    records = list(trajectories.read_records(str(demonstrations / "meta.json"), quarantine))
+    quarantine = recordings.Quarantine()
+    records = list(recordings.read_records(str(demonstrations / "meta.json"), quarantine))
     minds = [json.loads(line) for line in (demonstrations / "demonstrator.jsonl").read_text().splitlines()]
     assert not quarantine.counts["left out"] and len(minds) == 16
     assert len(records) == sum(len(m["operations"]) for m in minds)

@@ -1,353 +1,25 @@
-"""Stage 2's machinery on a random Qwen2.5-VL: packing and grouped attention against transformers, the data's
-order and shares, one process against two ranks, resuming, evaluation, the exported directory."""
+"""Stage 2 on a random Qwen2.5-VL: one process against two ranks, micro-batches, resuming, evaluation, the
+exported directory, roles of other systems."""
 
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, png, request
+from recorded import config, corpus, log, settings  # noqa: F401  (a fixture)
 from test_docs import logged
-from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 import sft
-from language.prompts import load_prompts
-from model import attention, flops
+from model import flops
 from model.backbone import load_model
 from model.inputs import Inputs
-from records import examples, trajectories
 from runtime import UserError, World, parse_args
 
-FORMS = {"click": "<operation>\nClick the {n} link\n</operation>\n"
-                  "<action>\nclick(x=0.{n}5, y=0.5)\n</action>",
-         "write": "<operation>\nType {n}\n</operation>\n<action>\nwrite(message='word {n}')\n</action>",
-         "end": "<action>\nterminate(status='success')\n</action>"}
-
-
-def line(image, human, assistant, size=(56, 56)):
-    return {"image": image, "width": size[0], "height": size[1],
-            "conversations": [{"from": "human", "value": f"<image>\n{human}"},
-                              {"from": "gpt", "value": assistant}]}
-
-
-def navigation(image, task, history, answer, size=(56, 56)):
-    past = "\n".join(f'Step {k}: "{h}"' for k, h in enumerate(history, 1)) or "None"
-    return line(image, "Please generate the next move according to the UI screenshot, task and previous "
-                       f"operations.\n\nTask: {task}\n\nPrevious operations:\n{past}", answer, size)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    """12 trajectories of three steps on two sizes of screenshot, 11 of them annotated, and every other kind
-    of record once or twice; one broken image, one of an impossible shape."""
-    d = tmp_path_factory.mktemp("corpus")
-    (d / "images").mkdir()
-    records, plans = [], []
-    for n in range(12):
-        size = (56, 56) if n % 3 else (112, 84)
-        for k, form in enumerate(FORMS):
-            (d / f"images/{n}_{k}.png").write_bytes(png(10 * n + k, size))
-            history = [f"Click the {n} link", f"Type {n}"][:k]
-            records.append(navigation(f"{n}_{k}.png", f"Task number {n} " + "of many " * (n % 4), history,
-                                      FORMS[form].format(n=n), size))
-    think = "<think>\nIt is blue.\n</think>\n" + FORMS["end"]
-    records += [navigation("0_0.png", "Think", [], think), line("1_0.png", "Click on 'Quick'.",
-                "<action>\nclick(x=0.5, y=0.25)\n</action>"),
-                line("2_0.png", "Where is 'Quick'?", "<ref>Quick</ref><box>[[100, 200, 300, 600]]</box>"),
-                line("1_0.png", "Point at 'Easy'", "<ref>Easy</ref><point>[[250, 500]]</point>"),
-                navigation("broken.png", "Nothing to see", [], FORMS["end"]),
-                navigation("thin.png", "A line", [], FORMS["end"], (28, 6000))]
-    (d / "images/broken.png").write_bytes(png(1)[:-40])
-    (d / "images/thin.png").write_bytes(png(2, (28, 6000)))
-    (d / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    (d / "meta.json").write_text(json.dumps({"web": {"root": "images", "annotation": "a.jsonl"}}))
-    for t in trajectories.TrajectoryFiles(d / "meta.json", trajectories.Quarantine()):
-        if t.instruction.startswith("Task") and not t.instruction.startswith("Task number 11 "):
-            plans.append({"id": t.id, "subtasks": [{"title": "Go", "goal": "click " * (len(plans) % 3)}]})
-    (d / "decompositions.jsonl").write_text("".join(json.dumps(p) + "\n" for p in plans))
-    return d
-
-
-def settings(corpus, tiny_model, run, **more):
-    given = {"role": "actor", "model": tiny_model, "meta": corpus / "meta.json", "run_dir": run,
-             "decompositions": corpus / "decompositions.jsonl", "prompts": ROOT / "demo/prompts.json",
-             "dtype": "float32", "checkpointing": False, "workers": 0, "global_batch": 8, "lr": 1e-3} | more
-    return [f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in given.items()]
-
-
-def config(*args, **more) -> sft.Config:
-    return parse_args(sft.Config, settings(*args, **more))
-
-
-def log(run, name="log.jsonl"):
-    return [json.loads(o) for o in (Path(run) / name).read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def source(corpus, tiny_model, tmp_path_factory):
-    cfg = config(corpus, tiny_model, tmp_path_factory.mktemp("source"))
-    steps, _ = sft.datasets(cfg, Inputs(cfg.model), World(), Path(cfg.run_dir))
-    return steps.source
-
-
-def encoded(source, kinds=("step",), n=6):
-    """Examples of different lengths, the first two of equal length."""
-    rows = [i for i in range(len(source.table)) if examples.KINDS[source.table[i, examples.KIND]] in kinds]
-    found = [source[i] for i in rows[:n]]
-    return [found[0], *found]
-
-
-# -------------------------------------------------------------------------------------------------- attention
-def test_grouped_windows_are_equal_to_sdpa_bit_for_bit_and_take_fewer_calls(tiny_model, monkeypatch):
-    inputs, model = Inputs(tiny_model), load_model(tiny_model)
-    vision = inputs.images(images=[torch.randint(256, (3, *side), generator=torch.Generator().manual_seed(1),
-                                                 dtype=torch.uint8).permute(1, 2, 0).numpy()
-                                   for side in ((252, 364), (140, 196))], size={"shortest_edge": 3136,
-                           "longest_edge": 200_000}, return_tensors="pt")
-    calls, results = [], []
-    original = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention",
-                        lambda *a, **k: calls.append(1) or original(*a, **k))
-    for name in ("sdpa", "windows_flash"):
-        model.model.visual.config._attn_implementation = name
-        model.zero_grad()
-        calls.clear()
-        out = model.model.visual(vision["pixel_values"], vision["image_grid_thw"]).pooler_output
-        out.square().sum().backward()
-        results.append([out.detach(), *(p.grad for p in model.model.visual.parameters()), len(calls)])
-    assert all(a.equal(b) for a, b in zip(results[0][:-1], results[1][:-1]))
-    assert results[1][-1] <= results[0][-1] / 2, (results[0][-1], results[1][-1])
-
-
-def test_load_model_groups_windows(tiny_model):
-    assert load_model(tiny_model).model.visual.config._attn_implementation == "windows_flash"
-
-
-def test_attention_within_pieces_is_that_of_a_block_mask():
-    lengths, g = [3, 5, 3, 1, 5], torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, h, 17, 8, generator=g) for h in (4, 2, 2))
-    owner = torch.repeat_interleave(torch.arange(5), torch.tensor(lengths))
-    block = owner[:, None] == owner
-    for causal in (False, True):
-        want = F.scaled_dot_product_attention(q, k, v, (block & torch.ones(17, 17).tril().bool()) if causal
-                                              else block, enable_gqa=True)
-        got = attention.attend_within(q, k, v, attention.pieces_of(lengths), causal, None)
-        assert (got.transpose(1, 2) - want).abs().max() < 1e-6
-    assert attention.pieces_of([4, 4, 2]).order is None and attention.pieces_of([4, 2, 4]).order is not None
-
-
-# ---------------------------------------------------------------------------------------------------- packing
-def test_positions_are_those_of_transformers(source, tiny_model):
-    model = load_model(tiny_model).model
-    for e in encoded(source, examples.KINDS, 40)[::3]:
-        ids = torch.tensor([e.prompt_ids + e.target_ids])
-        want, _ = model.get_rope_index(ids, (ids == source.inputs.image_id).long(), e.grid)
-        assert examples.positions(len(e), e.prompt_ids.index(source.inputs.image_id), e.grid[0].tolist(),
-                              2).equal(want[:, 0])
-
-
-def logp_and_gradient(module, batches):
-    module.zero_grad()
-    logp = [module(b) for b in batches]
-    (-torch.cat(logp).sum()).backward()
-    return torch.cat(logp).detach(), torch.cat([p.grad.flatten() for p in module.parameters()])
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_a_row_of_many_records_equals_each_by_transformers_alone(source, tiny_model, packing):
-    """Log-probs and gradient of packed and of padded micro-batches against plain transformers, one record at
-    a time, with positions and masks of its own making."""
-    module = sft.TargetLogp(attention.separate_records(load_model(tiny_model)))
-    plain = load_model(tiny_model)
-    plain.model.visual.config._attn_implementation = "sdpa"
-    made, want = encoded(source), []
-    for e in made:
-        ids = torch.tensor([e.prompt_ids + e.target_ids])
-        logits = plain(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=e.pixels,
-                       mm_token_type_ids=(ids == source.inputs.image_id).long(), image_grid_thw=e.grid).logits
-        rows = logits[0, len(e.prompt_ids) - 1:-1].log_softmax(-1)
-        want.append(rows[range(len(e.target_ids)), e.target_ids])
-    (-torch.cat(want).sum()).backward()
-    gradient = torch.cat([p.grad.flatten() for p in plain.parameters()])
-    got, mine = logp_and_gradient(module, [examples.collate(made, source.inputs, packing)])
-    assert (got - torch.cat(want)).abs().max() < 2e-5
-    assert (mine - gradient).norm() < 2e-5 * gradient.norm()
-
-
-def test_a_packed_record_does_not_see_its_neighbours(source, tiny_model):
-    module = sft.TargetLogp(attention.separate_records(load_model(tiny_model)))
-    a, b, *_ = encoded(source)
-    other = examples.Encoded([7] * 3 + b.prompt_ids, b.target_ids, b.pixels.flip(0), b.grid, b.size, b.record)
-    with torch.no_grad():
-        first, second = (module(examples.collate([x, a], source.inputs, True))[-len(a.target_ids):]
-                         for x in (b, other))
-    assert (first - second).abs().max() < 1e-6
-
-
-def test_cut_packs_whole_records_and_keeps_the_budget(source):
-    made = encoded(source, examples.KINDS, 30)
-    budget = 3 * max(map(len, made))
-    for shape in (examples.Shape(True, budget, 1), examples.Shape(False, budget, 4),
-                  examples.Shape(True, 10, 1)):
-        rows = examples.cut(made, shape)
-        assert sorted(id(e) for row in rows for e in row) == sorted(map(id, made))
-        if shape.packing and shape.row_tokens == budget:
-            assert max(sum(map(len, row)) for row in rows) <= budget
-            assert len(rows) < len(made) / 2
-        elif shape.packing:
-            assert all(len(row) == 1 for row in rows)      # longer than a row: alone, never cut
-        else:
-            assert max(map(len, rows)) == 4
-
-
-# ------------------------------------------------------------------------------------------------------- data
-def test_every_kind_of_record_becomes_its_prompt_and_target(source):
-    by_kind = {}
-    for i in range(len(source.table)):
-        r = source.record(i)
-        if r.image.name not in ("broken.png", "thin.png"):
-            by_kind.setdefault((r.kind, bool(r.think)), []).append((i, r))
-    decode = source.inputs.tokenizer.decode
-    assert set(by_kind) == {("step", False), ("step", True), ("grounding", False), ("box", False),
-                            ("point", False)}
-    i, r = by_kind["box", False][0]
-    e = source[i]
-    assert decode(e.target_ids) == json.dumps({"bbox_2d": [6, 11, 17, 34]}) + "<|im_end|>"
-    assert "Where is 'Quick'?" in decode(e.prompt_ids)
-    assert json.dumps({"point_2d": [14, 28]}) in decode(source[by_kind["point", False][0][0]].target_ids)
-    i, r = by_kind["grounding", False][0]
-    assert "click(x=28, y=14)" in decode(source[i].target_ids)
-    system = load_prompts(str(ROOT / "demo/prompts.json")).grounder(r.instruction)[0]
-    assert system.strip()[:40] in decode(source[i].prompt_ids)
-    i, r = by_kind["step", True][0]
-    assert "It is blue." in decode(source[i].target_ids)
-    assert source.texts(r, "")[0] == source.thinking.texts["actor_system_think"]
-    planned = [source.table[i, examples.PLAN] >= 0 for i, _ in by_kind["step", False]]
-    assert sum(planned) == 33 and len(planned) == 36       # the trajectory without a decomposition stays in
-    assert "1. Go" in decode(source[by_kind["step", False][0][0]].prompt_ids)
-
-
-def test_the_decomposer_learns_one_plan_per_planned_trajectory(corpus, tiny_model, tmp_path):
-    cfg = config(corpus, tiny_model, tmp_path, role="decomposer")
-    steps, _ = sft.datasets(cfg, Inputs(cfg.model), World(), tmp_path)
-    texts = [steps.source.inputs.tokenizer.decode(steps.source[i].target_ids) for i in steps.rows]
-    assert len(texts) == 11 and all(t.startswith("1. Go") for t in texts)
-
-
-def taken(source, world_size, steps=6, **shape):
-    """Records of each step over all ranks, by name, from Steps alone."""
-    rows = np.arange(len(source.table))
-    out, shape = [], examples.Shape(**{"packing": True, "row_tokens": 300, "batch_size": 2} | shape)
-    for k in range(steps):
-        items = [examples.Steps(source, rows, 8, shape, r, world_size, 3)[k] for r in range(world_size)]
-        out.append(sorted([r.where for item in items for b in item["batches"] for *_, r in b["examples"]]
-                          + [where for item in items for where, _ in item["left_out"]]))
-    return out
-
-
-def test_a_step_takes_the_same_records_whatever_ranks_and_rows(source):
-    one = taken(source, 1)
-    assert one == taken(source, 3) == taken(source, 2, packing=False)
-    assert list(map(len, one)) == [8] * 5 + [len(source.table) - 40]
-    assert len({where for step in one for where in step}) == len(source.table)
-
-
-def test_shares_are_balanced_by_length():
-    costs = [9, 1, 1, 1, 8, 1, 7, 2]
-    parts = examples.share(costs, 3)
-    assert sorted(i for part in parts for i in part) == list(range(8))
-    loads = [sum(costs[i] for i in part) for part in parts]
-    assert max(loads) - min(loads) <= 1 and examples.share([5, 5], 3)[2] == []
-
-
-def test_workers_change_nothing_and_a_later_start_goes_on_with_the_next(source):
-    steps = examples.Steps(source, np.arange(len(source.table)), 8, examples.Shape(True, 300, 2), 0, 1, 0)
-
-    def seen(loader):
-        return [[r.where for b in item["batches"] for *_, r in b["examples"]] for item in loader]
-    alone = seen(steps.load(0, 8, 0, "cpu"))
-    assert alone == seen(steps.load(0, 8, 2, "cpu"))
-    assert alone[3:] == seen(steps.load(3, 8, 0, "cpu"))
-
-
-def test_what_cannot_be_read_or_is_too_long_is_left_out_whole_and_named(corpus, tiny_model, source, tmp_path):
-    longest = sorted(map(len, encoded(source, n=36)))[18]
-    cfg = config(corpus, tiny_model, tmp_path / "run", max_steps=6, max_length=longest)
-    sft.main(cfg)
-    lines = log(cfg.run_dir)
-    reasons = {o["where"].rpartition(":")[2]: o["reason"] for o in log(cfg.run_dir, "quarantine.jsonl")}
-    names = {r["where"].rpartition(":")[2] for r in log(cfg.run_dir, "quarantine.jsonl")}
-    assert len(names) == len(reasons) == sum(o["too_long"] + o["unreadable"] for o in lines)
-    assert sum(o["unreadable"] for o in lines) == 2 and sum(o["too_long"] for o in lines) > 0
-    assert "broken.png" in reasons["41"] and "ratio" in reasons["42"]
-    assert all(f"--max_length is {longest}" in v for k, v in reasons.items() if k not in ("41", "42"))
-    assert sum(o["records"] for o in lines) + len(reasons) == 42
-
-
-def test_held_out_trajectories_are_not_trained_on(source):
-    rows, held = examples.split(np.asarray(source.table), 3, 0)
-    groups = source.table[:, examples.GROUP]
-    assert not set(groups[rows]) & set(groups[held])
-    kinds = [examples.KINDS[k] for k in source.table[held, examples.KIND]]
-    assert kinds.count("step") == 3 and kinds.count("box") == 1 and len(set(groups[held])) == len(held)
-    again = examples.split(np.asarray(source.table), 3, 0)
-    assert (again[0] == rows).all() and (again[1] == held).all()
-    assert len(examples.split(np.asarray(source.table), 0, 0)[0]) == len(source.table)
-
-
-def test_scores():
-    def record(**more):
-        return trajectories.Record("", "", Path(), [], "", more.pop("calls", ()), "", 56, 56, "step", "", "",
-                                   **more)
-
-    def calls(text):
-        return trajectories.actions.parse(text).calls
-    click = record(calls=calls("click(x=0.5, y=0.5)"))
-    near = examples.score("click(x=28, y=29)", click, (56, 56))
-    assert near == {"type": 1, "point": 1, "distance": pytest.approx(1 / 56, abs=1e-3)}
-    assert examples.score("click(x=28, y=50)", click, (56, 56))["point"] == 0
-    ended = examples.score("terminate(status='success')", click, (56, 56))
-    assert ended == {"type": 0, "point": 0, "distance": 1}
-    write = record(calls=calls("write(message='a')"))
-    assert examples.score("write(message='a')", write, (56, 56)) == {"type": 1, "argument": 1}
-    assert examples.score("write(message='b')", write, (56, 56)) == {"type": 1, "argument": 0}
-    box = record(box=(0.25, 0.25, 0.75, 0.5))
-    assert examples.score('{"bbox_2d": [20, 15, 30, 25]}', box, (56, 56))["point"] == 1
-    assert examples.score('{"bbox_2d": [0, 0, 10, 10]}', box, (56, 56))["point"] == 0
-    assert examples.score("nonsense", box, (56, 56)) == {"type": 0, "point": 0, "distance": 1}
-    point = record(box=(0.5, 0.5))
-    assert examples.score('{"point_2d": [28, 29]}', point, (56, 56))["point"] == 1
-    assert examples.score('{"point_2d": [28, 40]}', point, (56, 56))["point"] == 0
-
-
-# ------------------------------------------------------------------------------------------------------ FLOPs
-def test_flops_are_those_that_torch_counts(source, tiny_model):
-    model = attention.separate_records(load_model(tiny_model))
-    batch = examples.collate(encoded(source), source.inputs, True)
-    with FlopCounterMode(display=False) as counter, torch.no_grad(), \
-            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        sft.TargetLogp(model)(batch)
-    H, layers = model.config.text_config.hidden_size, model.config.text_config.num_hidden_layers
-    masked = layers * sum(2 * H * L * L for L in batch["lengths"])     # torch counts the masked half as well
-    ours = flops.language_flops(model.config.text_config, batch["lengths"], len(batch["y"])) + \
-        sum(flops.vision_flops(model.config.vision_config, batch["grids"])) + masked
-    assert abs(ours / counter.get_total_flops() - 1) < 0.02
-
-
-def test_a_frozen_tower_costs_no_backward():
-    from transformers import Qwen2_5_VLConfig
-    config = Qwen2_5_VLConfig()
-    full, frozen = (flops.training_flops(config, [100], [(1, 4, 4)], 10, f) for f in (False, True))
-    assert full - frozen == 2 * flops.vision_flops(config.vision_config, [(1, 4, 4)])[0] > 0
-
-
-# ------------------------------------------------------------------------------------------- the stage itself
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OPENAI_API_KEY": "none"}
 
 
@@ -461,19 +133,84 @@ def test_a_frozen_tower_stays_as_it_was(corpus, tiny_model, tmp_path):
     assert any("merger" in k for k in moved) and any("language_model" in k for k in moved)
 
 
-def test_a_sharded_tower_keeps_its_angles_in_float32(corpus, tiny_model, source, tmp_path):
-    """FSDP2 would cast the rotary angles to bfloat16 together with the other inputs of a vision block."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        module = sft.build(config(corpus, tiny_model, tmp_path, dtype="bfloat16"), World(0, 2))
-        seen = []
-        module.model.model.visual.blocks[0].register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append((args[0].dtype, kwargs["position_embeddings"][0].dtype)),
-            with_kwargs=True)
-        module(examples.collate(encoded(source), source.inputs, True))
-    finally:
-        torch.distributed.destroy_process_group()
-    assert seen == [(torch.bfloat16, torch.float32)]
+# ---------------------------------------------------------------------------------------------- other systems
+KEPT = "from grpo_hier import Agent, Config, credit, draw, loss, rewards, roles, trains\n"
+TOY = KEPT + """
+from records.examples import Examples
+
+def texts(record, plan, prompts, thinking):
+    return "Which step is this?", f"{record.instruction} {len(record.history)}"
+
+def says(record, plan, size):
+    return record.line
+
+def plans(record, plan, size):
+    return f"The plan: {plan}"
+
+EXAMPLES = {"painter": Examples(texts, says), "scout": Examples(texts, plans, one_a_trajectory=True),
+            "hand": Examples(texts, says, scored=True)}
+"""
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """Two systems in files of their own, one of which says nothing about stage 2."""
+    import rollout
+    import systems
+    (tmp_path / "systems").mkdir()
+    (tmp_path / "systems/toy.py").write_text(TOY)
+    (tmp_path / "systems/mute.py").write_text(KEPT)
+    monkeypatch.setattr(rollout, "ROOT", tmp_path)
+    monkeypatch.setattr(systems, "__path__", [str(tmp_path / "systems")])
+    yield tmp_path / "run"
+    for name in ("systems.toy", "systems.mute"):
+        sys.modules.pop(name, None)
+
+
+def learnt(run, cfg):
+    """(prompt, target) of each example that the run's index holds and that can be read."""
+    steps, _ = sft.datasets(cfg, Inputs(cfg.model), World(), run)
+    decode = steps.source.inputs.tokenizer.decode
+    found = []
+    for i in range(len(steps.source.table)):
+        if steps.source.record(i).image.name not in ("broken.png", "thin.png"):
+            found.append((decode(steps.source[i].prompt_ids), decode(steps.source[i].target_ids)))
+    return found
+
+
+@pytest.mark.parametrize("role, examples, kinds", [("painter", 40, set()), ("scout", 11, set()),
+                                                   ("hand", 40, {"step", "box", "point", "grounding"})])
+def test_a_role_of_another_system_learns_what_the_system_says(corpus, tiny_model, toy, role, examples, kinds):
+    cfg = config(corpus, tiny_model, toy, system="toy", role=role, max_steps=2, held_out=1)
+    sft.main(cfg)
+    assert [o["step"] for o in log(toy)] == [1, 2] and log(toy)[1]["loss"] < log(toy)[0]["loss"]
+    assert (toy / "hf/config.json").is_file()
+    assert set(log(toy, "eval.jsonl")[-1]["kinds"]) == kinds
+    found = learnt(toy, cfg)
+    assert len(found) == examples
+    assert all("Which step is this?" in prompt for prompt, _ in found)
+    if role == "scout":
+        assert all(answer.startswith("The plan: 1. Go") for _, answer in found)
+    else:
+        assert found[0][1] == "Click the 0 link<|im_end|>"
+
+
+def test_a_role_without_plans_needs_no_decompositions(corpus, tiny_model, toy):
+    none = {"system": "toy", "max_steps": 1, "use_plan": False, "decompositions": toy / "gone.jsonl"}
+    sft.main(config(corpus, tiny_model, toy, role="painter", **none))
+    with pytest.raises(UserError, match="no decompositions at .*gone.jsonl"):
+        sft.main(config(corpus, tiny_model, toy / "other", role="scout", **none))
+
+
+@pytest.mark.parametrize("system, role, line", [
+    ("toy", "actor", "--role actor: choose one of painter, scout, hand"),
+    ("grpo_hier", "painter", "--role painter: choose one of decomposer, actor"),
+    ("mute", "actor", "mute.py has no EXAMPLES; define there what each role learns"),
+    ("nosuch", "actor", "--system nosuch: there is no systems/nosuch.py; there are grpo_hier, mute, toy")])
+def test_a_system_or_role_that_is_not_there_is_one_line(corpus, tiny_model, toy, system, role, line):
+    with pytest.raises(UserError, match=re.escape(line)):
+        config(corpus, tiny_model, toy, system=system, role=role)
+    assert not toy.exists()
 
 
 # ------------------------------------------------------------------------------------------------- vLLM

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import png, request
+from recorded import config, corpus  # noqa: F401  (a fixture)
 from safetensors.torch import load_file, save_file
 from test_mistakes import said
-from test_sft import config, corpus  # noqa: F401  (a fixture)
 
 import sft
 from model.backbone import load_model, need_model

@@ -9,18 +9,9 @@ import pytest
 from PIL import Image
 
 from language.actions import Call
-from records import trajectories
-from records.trajectories import (
-    Quarantine,
-    TrajectoryFiles,
-    build_trajectories,
-    load_decompositions,
-    load_image,
-    read_image,
-    read_meta,
-    read_records,
-    trajectory_id,
-)
+from records import recordings
+from records.recordings import Quarantine, load_image, read_image, read_meta, read_records, trajectory_id
+from records.trajectories import TrajectoryFiles, build_trajectories, load_decompositions
 from runtime import UserError
 
 SCALECUA = Path(__file__).resolve().parents[2].parent / "shared/data/scalecua"
@@ -91,14 +82,14 @@ def test_the_two_published_records(tmp_path):
 def test_the_documented_records():
     file = SCALECUA / "doc_records/cua_lite_documented_records.json"
     desktop, point, box, action = json.loads(file.read_text())
-    entry = trajectories.Entry("n", Path("/r"), Path("a"), 1, "Web")
+    entry = recordings.Entry("n", Path("/r"), Path("a"), 1, "Web")
 
     def parse(record):
         if "conversations" not in record:
             record = {"image": "a.png", "width": 1280, "height": 720, "conversations": [
                 {"from": "human", "value": "<image>\n" + record.get("instruction", "Quick & Easy")},
                 {"from": "gpt", "value": record["gpt_value"]}]}
-        return trajectories.parse_record(json.dumps(record), entry)
+        return recordings.parse_record(json.dumps(record), entry)
     assert parse(desktop).kind == "step"
     assert parse(desktop).calls == (Call("click", {"x": 0.0099, "y": 0.9833}),)
     assert parse(desktop).instruction == "Turn on get notifications in system settings."
@@ -145,7 +136,7 @@ def test_meta_files(tmp_path):
     (("internvl2_5_desktop_navigation_v1", "x.jsonl", "data/data_1/macos/images"), "macOS"),
     (("internvl2_5_ipad_grounding_v1",), "iOS"), (("a", "b"), "Other")])
 def test_platforms(texts, platform):
-    assert trajectories._platform(*texts) == platform
+    assert recordings._platform(*texts) == platform
 
 
 @pytest.mark.parametrize("repeat, low, high", [

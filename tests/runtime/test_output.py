@@ -8,8 +8,8 @@ import sys
 
 import pytest
 from conftest import ROOT
+from recorded import corpus, settings  # noqa: F401  (a fixture)
 from test_mistakes import said
-from test_sft import corpus, settings  # noqa: F401  (a fixture)
 
 from runtime import only_process
 
