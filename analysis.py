@@ -31,7 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 import runtime
-from language import actions, prompts
+from language import actions, plans, prompts
 from model import llm
 from records import results
 from records.results import (
@@ -375,7 +375,7 @@ def judgements(path: Path, episodes: list[dict], cfg: Config) -> dict[tuple, lis
     client = llm.Client(cfg.model, cfg.base_url, cfg.api, cfg.workers)
 
     def ask(e: dict) -> list[bool | None]:
-        subtasks = [prompts.Subtask(*g) for g in e["subtasks"]]
+        subtasks = [plans.Subtask(*g) for g in e["subtasks"]]
         system, user = texts.judge_subgoals(e["instruction"], subtasks, [s["history"] for s in e["steps"]])
         shots = [s["shot"] for s in e["steps"]] + [e["final_shot"]] * bool(e.get("final_shot"))
         images = [llm.image_url((beside(path) / shot).read_bytes()) for shot in shots]

@@ -32,7 +32,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 import runtime
-from language.prompts import Prompts, load_prompts, parse_teacher
+from language.plans import parse_teacher
+from language.prompts import Prompts, load_prompts
 from model import llm
 from records.trajectories import Quarantine, Trajectory, TrajectoryFiles, load_image, read_image, read_meta
 from runtime import UserError, each_jsonl
@@ -50,7 +51,7 @@ class Config:
     base_url: str = ""                   # any OpenAI-compatible server; "" = OpenAI's
     api: str = "responses"               # responses | chat; codex models know only the first
     prompt_file: str = ""                # another text for the teacher, with {TASK}, {STEP_i}, ...
-    prompts: str = ""                    # JSON file that replaces texts of language/prompts.py by name
+    prompts: str = ""                    # JSON file that replaces texts of language/texts.py by name
     concurrency: int = 32                # requests under way
     encoders: int = 2                    # threads that scale and encode screenshots
     max_side: int = 1280                 # px, larger screenshots are scaled down to this; 0 = as they are

@@ -26,7 +26,7 @@ from functools import partial
 from tqdm import tqdm
 
 from language import actions, dialects
-from language.prompts import format_plan, parse_plan
+from language.plans import format_plan, parse_plan
 from model.inputs import Sample
 from model.roles import Request, Role
 from records.episode import Episode, Group, Plan, Step

@@ -42,7 +42,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from tqdm import tqdm
 
-from language.prompts import Subtask, format_plan, load_prompts
+from language.plans import Subtask, format_plan
+from language.prompts import load_prompts
 from model import flops
 from model.attention import pieces_to, separate_records
 from model.backbone import forward_hidden, load_model, need_model, parameter_count, recompute_activations
@@ -77,7 +78,7 @@ class Config:
     meta: str = "meta.json"              # ScaleCUA meta file, or several separated by commas
     decompositions: str = "decompositions.jsonl"  # stage 1's output
     run_dir: str = "runs/sft_{role}"     # run directory; the same one again goes on where it stopped
-    prompts: str = ""                    # JSON file that replaces texts of language/prompts.py
+    prompts: str = ""                    # JSON file that replaces texts of language/texts.py
     use_plan: bool = True                # false: the actor's prompts carry no subtasks (table 2)
     epochs: int = 1                      # sec. 4.3
     max_steps: int = 0                   # optimizer steps, overrides epochs when positive
