@@ -35,6 +35,7 @@ import runtime
 from language.plans import parse_teacher
 from language.prompts import Prompts, load_prompts
 from model import llm
+from model.batches_api import Batches, pending
 from records.trajectories import Quarantine, Trajectory, TrajectoryFiles, load_image, read_image, read_meta
 from runtime import UserError, each_jsonl
 
@@ -188,8 +189,8 @@ def answers(todo: Iterator[Trajectory | None], cfg: Config, client: llm.Client, 
 def batch_answers(todo: Iterator[Trajectory], cfg: Config, client: llm.Client,
                   prompts: Prompts) -> Iterator[tuple]:
     """The same by the Batch API; an answer that cannot be read comes as it is, to be asked again."""
-    batches = llm.Batches(client, f"{cfg.out}.batches", int(cfg.batch_mb * 1e6), cfg.batch_requests,
-                          cfg.batch_open, cfg.batch_poll)
+    batches = Batches(client, f"{cfg.out}.batches", int(cfg.batch_mb * 1e6), cfg.batch_requests,
+                      cfg.batch_open, cfg.batch_poll)
     failed: deque = deque()
 
     def questions():
@@ -385,7 +386,7 @@ def main(cfg: Config) -> None:
     with runtime.only_process(runtime.new_file(cfg.out)):
         # 1. What is there already, and what is to be done.
         ledger = Ledger(cfg, prompts.digest("teacher"))
-        ledger.under_way = {about["id"] for about in llm.pending(f"{cfg.out}.batches")}
+        ledger.under_way = {about["id"] for about in pending(f"{cfg.out}.batches")}
         if ledger.under_way and not cfg.batch:
             raise UserError(f"{len(ledger.under_way)} questions are under way in batches: go on with --batch "
                             f"(or remove {cfg.out}.batches and pay for them once more)")
