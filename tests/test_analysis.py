@@ -16,10 +16,10 @@ from PIL import Image
 from test_docs import logged
 
 import analysis
+import web.chromium
 from analysis import Config
 from records import results
 from runtime import UserError
-from web import session
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT.parent / "shared/seeds/000_085da43796ecbd44.txt"
@@ -273,8 +273,7 @@ HOSTILE = ("</script><script>window.hacked = 1</script><!-- <img src=x onerror='
 def chromium():
     from playwright.sync_api import sync_playwright
     with sync_playwright() as p:
-        args = session.CHROMIUM_ARGS
-        b = p.chromium.launch(executable_path=session.chromium(), args=args)
+        b = p.chromium.launch(executable_path=web.chromium.chromium(), args=web.chromium.CHROMIUM_ARGS)
         yield b
         b.close()
 
