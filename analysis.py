@@ -245,7 +245,7 @@ def verdicts(folder: Path, episodes: list[dict], texts: prompts.Prompts,
     client = llm.Client(cfg.model, cfg.base_url, cfg.api, cfg.workers)
 
     def ask(e: dict) -> list[bool | None]:
-        subtasks = [prompts.Subtask(*g) for g in e["subtasks"]]
+        subtasks = [plans.Subtask(*g) for g in e["subtasks"]]
         system, user = texts.judge_subgoals(e["instruction"], subtasks, [s["history"] for s in e["steps"]])
         shots = [s["shot"] for s in e["steps"]]
         if e.get("final_shot"):

@@ -29,7 +29,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 import runtime
-from language.prompts import Prompts, load_prompts, parse_teacher
+from language.plans import parse_teacher
+from language.prompts import Prompts, load_prompts
 from model import llm
 from records.ledger import KEYS, Ledger, LeftOpen, Stop, Unusable, beside, handle, unsettled
 from records.recordings import Quarantine, load_image, read_image, read_meta
@@ -46,7 +47,7 @@ class Config:
     base_url: str = ""                   # any OpenAI-compatible server; "" = OpenAI's
     api: str = "responses"               # responses | chat; codex models know only the first
     prompt_file: str = ""                # another text for the teacher, with {TASK}, {STEP_i}, ...
-    prompts: str = ""                    # JSON file that replaces texts of language/prompts.py by name
+    prompts: str = ""                    # JSON file that replaces texts of language/texts.py by name
     concurrency: int = 32                # requests under way
     encoders: int = 2                    # threads that scale and encode screenshots
     max_side: int = 1280                 # px, larger screenshots are scaled down to this; 0 = as they are
@@ -178,8 +179,8 @@ def answers(todo: Iterator[Trajectory | None], cfg: Config, client: llm.Client, 
 def batch_answers(todo: Iterator[Trajectory], cfg: Config, client: llm.Client,
                   prompts: Prompts) -> Iterator[tuple]:
     """The same by the Batch API; an answer that cannot be read comes as it is, to be asked again."""
-    batches = llm.Batches(client, f"{cfg.out}.batches", int(cfg.batch_mb * 1e6), cfg.batch_requests,
-                          cfg.batch_open, cfg.batch_poll)
+    batches = Batches(client, f"{cfg.out}.batches", int(cfg.batch_mb * 1e6), cfg.batch_requests,
+                      cfg.batch_open, cfg.batch_poll)
     failed: deque = deque()  # (id, error) of those that could not be encoded
     try:
         for about, result in batches.run(batch_questions(todo, cfg, client, prompts, failed)):
@@ -229,7 +230,7 @@ def main(cfg: Config) -> None:
     with runtime.only_process(runtime.new_file(cfg.out)):
         # 1. What is there already, and what is to be done.
         ledger = Ledger(cfg, prompts.digest("teacher"))
-        ledger.under_way = {about["id"] for about in llm.pending(f"{cfg.out}.batches")}
+        ledger.under_way = {about["id"] for about in pending(f"{cfg.out}.batches")}
         if ledger.under_way and not cfg.batch:
             raise UserError(f"{len(ledger.under_way)} questions are under way in batches: go on with --batch "
                             f"(or remove {cfg.out}.batches and pay for them once more)")

@@ -33,7 +33,8 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tqdm import tqdm
 
-from language.prompts import Prompts, Subtask, format_plan, load_prompts
+from language.plans import Subtask, format_plan
+from language.prompts import Prompts, load_prompts
 from model import flops
 from model.attention import separate_records
 from model.backbone import load_model, need_model, parameter_count, recompute_activations

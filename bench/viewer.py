@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import analysis
 import runtime
-from web import session
+import web.chromium
 
 WORDS = ("open the order page filter by status choose a customer write the address confirm and save then "
          "check that entry is listed scroll to end press enter search results settings profile cart").split()
@@ -92,8 +92,7 @@ def episode(i: int, instruction: str, pictures: int, rng: random.Random, size) -
 def measure(page_file: Path) -> dict:
     from playwright.sync_api import sync_playwright
     with sync_playwright() as p:
-        args = session.CHROMIUM_ARGS
-        chromium = p.chromium.launch(executable_path=session.chromium(), args=args)
+        chromium = p.chromium.launch(executable_path=web.chromium.chromium(), args=web.chromium.CHROMIUM_ARGS)
         page = chromium.new_page(viewport={"width": 1500, "height": 950})
         page.goto(page_file.resolve().as_uri(), wait_until="commit")
         page.wait_for_selector("html[data-ready]", state="attached")

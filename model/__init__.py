@@ -9,6 +9,7 @@
     inputs.py     a response (Sample), and texts and screenshots -> ids and tensors
     paths.py      checkpoints and adapters: which directory is meant, and what is read from it
     engine.py     who generates in stage 3: this process or a fleet of vLLM servers
-    remote.py     models on OpenAI-compatible servers as roles; llm.py asks such a server one question
+    remote.py     models on OpenAI-compatible servers as roles; llm.py asks such a server one question,
+                  batches_api.py many at half the price
     attention.py  packed rows; flops.py counts operations
 """

@@ -19,7 +19,6 @@ pool takes for infrastructure. An answer that cannot be trained on is a UserErro
 """
 
 import asyncio
-import base64
 import contextlib
 import io
 import os
@@ -35,6 +34,7 @@ import torch
 from PIL import Image
 
 from model.inputs import Sample, plain
+from model.llm import image_url, messages_of
 from model.policy import Policy
 from model.remote import Remote
 from model.roles import Role, addresses
@@ -204,16 +204,14 @@ class Vllm:
     async def _ask(self, server: Server, q) -> Sample:
         import openai
         ids, size = self.policy.encode(q.system, q.user, q.png)
-        image = "data:image/png;base64," + base64.b64encode(q.png).decode()
-        turns = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": image}},
-                                              {"type": "text", "text": plain(q.user)}]}]
+        turns = [("user", [image_url(q.png), plain(q.user)])]
         if q.system:
-            turns.insert(0, {"role": "system", "content": [{"type": "text", "text": plain(q.system)}]})
+            turns.insert(0, ("system", [plain(q.system)]))
         server.busy += 1
         try:
             reply = await server.client.chat.completions.create(
-                model=self.adapter, messages=turns, temperature=q.temperature, top_p=1.0, seed=q.seed,
-                max_tokens=q.max_new_tokens, logprobs=True, top_logprobs=0, extra_body={
+                model=self.adapter, messages=messages_of("chat", turns), temperature=q.temperature, top_p=1.0,
+                seed=q.seed, max_tokens=q.max_new_tokens, logprobs=True, top_logprobs=0, extra_body={
                     "return_token_ids": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0,
                     "bad_words": self.banned, "stop_token_ids": self.policy.inputs.stop_ids})
         except openai.BadRequestError as e:

@@ -8,8 +8,8 @@ once). `answer.status` is "ok", "truncated" or "refused". 5xx, timeouts, closed 
 are asked again `retries` times with growing pauses; 429 and whatever has a Retry-After for as long as the
 server answers others; other errors (400, 401, ...) are not. A question that gets no answer raises LLMError,
 `fatal` where every other question would meet the same. A Client is safe to share between threads: at most
-`concurrency` requests are under way, and one that pauses does not count. `Batches` asks by the Batch API
-instead. The key is read from the environment and appears in no log or error.
+`concurrency` requests are under way, and one that pauses does not count. batches_api.py
+asks by the Batch API instead. The key is read from the environment and appears in no log or error.
 """
 
 import base64
@@ -23,7 +23,7 @@ import random
 import re
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from runtime import UserError, write_atomic
@@ -39,15 +39,18 @@ class LLMError(Exception):
     def __init__(self, message: str, fatal: bool = False, transient: bool = False, busy: bool = False,
                  retry_after: float = 0.0):
         super().__init__(message)
-        self.fatal, self.transient, self.busy, self.retry_after = fatal, transient, busy, retry_after
+        self.fatal = fatal
+        self.transient = transient
+        self.busy = busy
+        self.retry_after = retry_after
 
 
 def status_error(code: int, said: str, retry_after: float = 0.0) -> LLMError:
     """A reply that is none. A 429 for want of money is no rate limit: no pause will mend it."""
     broke = "insufficient_quota" in said
     again = not broke and (code in (408, 409, 429) or code >= 500)
-    return LLMError(f"HTTP {code}: {said[:300]}", code in FATAL or broke, again,
-                    again and (code == 429 or retry_after > 0), retry_after)
+    busy = again and (code == 429 or retry_after > 0)
+    return LLMError(f"HTTP {code}: {said[:300]}", code in FATAL or broke, again, busy, retry_after)
 
 
 @dataclass(frozen=True)
@@ -82,28 +85,36 @@ def request_body(api: str, model: str, system: str, turns, max_output_tokens: in
                  seed: int | None = None) -> dict:
     """The JSON body of one question, for either API. Unset options are left out: not every model takes
     them. The Responses API has no seed."""
-    responses = api == "responses"
-
-    def part(role, p):
-        if p.startswith("data:image/"):
-            extra = {"detail": detail} if detail else {}
-            return ({"type": "input_image", "image_url": p} | extra if responses
-                    else {"type": "image_url", "image_url": {"url": p} | extra})
-        kind = "text" if not responses else "input_text" if role == "user" else "output_text"
-        return {"type": kind, "text": p}
-    messages = [{"role": role, "content": parts if isinstance(parts, str) else [part(role, p) for p in parts]}
-                for role, parts in turns]
-    options = {"max_output_tokens" if responses else "max_completion_tokens": max_output_tokens or None,
-               "temperature": temperature, "seed": None if responses else seed}
-    if reasoning:
-        options |= {"reasoning": {"effort": reasoning}} if responses else {"reasoning_effort": reasoning}
-    if responses:
+    messages = messages_of(api, turns, detail)
+    if api == "responses":
         first = {"instructions": system} if system else {}
         body = {"model": model, "store": False} | first | {"input": messages}
+        options = {"max_output_tokens": max_output_tokens or None, "temperature": temperature,
+                   "reasoning": {"effort": reasoning} if reasoning else None}
     else:
         first = [{"role": "system", "content": system}] if system else []
         body = {"model": model, "messages": first + messages}
+        options = {"max_completion_tokens": max_output_tokens or None, "temperature": temperature,
+                   "seed": seed, "reasoning_effort": reasoning or None}
     return body | {k: v for k, v in options.items() if v is not None}
+
+
+def messages_of(api: str, turns, detail: str = "") -> list:
+    """Turns as either API has them; a turn that is one text stays a text."""
+    return [{"role": role, "content": parts if isinstance(parts, str) else
+             [_part(api, role, part, detail) for part in parts]} for role, parts in turns]
+
+
+def _part(api: str, role: str, part: str, detail: str) -> dict:
+    """A part of a turn: a text, or an image where it is a data URL."""
+    image = part.startswith("data:image/")
+    extra = {"detail": detail} if image and detail else {}
+    if api == "chat":
+        return {"type": "image_url", "image_url": {"url": part} | extra} if image else \
+            {"type": "text", "text": part}
+    if image:
+        return {"type": "input_image", "image_url": part} | extra
+    return {"type": "input_text" if role == "user" else "output_text", "text": part}
 
 
 def read_reply(api: str, reply: dict) -> Answer:
@@ -135,12 +146,15 @@ def _read_responses(reply: dict) -> tuple[str, str, str]:
 
 def _read_chat(reply: dict) -> tuple[str, str, str]:
     choice = (reply["choices"] or [{}])[0]
-    message, stopped = choice.get("message") or {}, choice.get("finish_reason") or ""
+    message = choice.get("message") or {}
+    stopped = choice.get("finish_reason") or ""
     text = message.get("content") or ""
     text = text if isinstance(text, str) else "".join(p.get("text") or "" for p in text)
     if message.get("refusal") or stopped == "content_filter":
         return text, "refused", message.get("refusal") or stopped
-    return text, "truncated" if stopped == "length" else "ok", stopped if stopped == "length" else ""
+    if stopped == "length":
+        return text, "truncated", stopped
+    return text, "ok", ""
 
 
 def cost(usage: dict, prices) -> float:
@@ -158,7 +172,11 @@ class Spent:
     sent none."""
 
     def __init__(self, prices):
-        self.prices, self.dollars, self.tokens, self.counted, self.uncounted = prices, 0.0, 0, 0, 0
+        self.prices = prices
+        self.dollars = 0.0
+        self.tokens = 0
+        self.counted = 0
+        self.uncounted = 0
 
     def add(self, *usages: dict) -> None:
         for usage in usages:
@@ -187,10 +205,17 @@ class Client:
             raise UserError(f"no API key: set {key_variable}, or give the address of a server without")
         import openai
         self.openai = openai.OpenAI(api_key=key, base_url=base_url or None, max_retries=0, timeout=timeout)
-        self.model, self.base_url, self.api, self.options = model, base_url, api, options
-        self.retries, self.first_pause, self.cache_dir = retries, first_pause, cache_dir
-        self.slots, self.lock = threading.BoundedSemaphore(concurrency), threading.Lock()
-        self.stopped, self.answered_at = threading.Event(), 0.0
+        self.model = model
+        self.base_url = base_url
+        self.api = api
+        self.options = options                    # of every question: temperature, reasoning, ...
+        self.retries = retries
+        self.first_pause = first_pause
+        self.cache_dir = cache_dir
+        self.slots = threading.BoundedSemaphore(concurrency)
+        self.lock = threading.Lock()
+        self.stopped = threading.Event()
+        self.answered_at = 0.0
         self.on_wait = lambda seconds: None  # told of every pause that the server asked for
         self.usage = {"input": 0, "cached": 0, "output": 0, "requests": 0, "retries": 0, "cache_hits": 0}
         self._secret = key
@@ -201,13 +226,13 @@ class Client:
         body = self.body(system, turns, **options)
         file = self._cache_file(body)
         if file and file.exists():
-            self._count(cache_hits=1)
+            self.count(cache_hits=1)
             return read_reply(self.api, json.loads(file.read_text(encoding="utf-8"))["reply"])
         name = request_id.encode("ascii", "backslashreplace").decode()[:512]  # what OpenAI takes
         reply, answer = self._persist(body, {"X-Client-Request-Id": name} if name else {})
         if file and answer.status == "ok":
             write_atomic(file, json.dumps({"reply": reply}))
-        self._count(**answer.usage)
+        self.count(**answer.usage)
         return answer
 
     def body(self, system: str, turns, **options) -> dict:
@@ -224,13 +249,14 @@ class Client:
     def _persist(self, body: dict, headers: dict) -> tuple[dict, Answer]:
         """Ask until there is a reply; between two tries at least as long a pause as the server asks for. Such
         a pause is no failed try, as long as other questions are answered meanwhile."""
-        begin, failed = time.monotonic(), 0
+        begin = time.monotonic()
+        failed = 0
         for attempt in itertools.count():
             if self.stopped.is_set():
                 raise LLMError("stopped", transient=True)
             try:
                 with self.slots:
-                    self._count(requests=1)
+                    self.count(requests=1)
                     found = self._once(body, headers)
                 self.answered_at = time.monotonic()
                 return found
@@ -246,7 +272,7 @@ class Client:
                         raise LLMError(f"the server asks to wait {pause:.0f} s and has answered nothing "
                                        f"meanwhile ({e})", fatal=True) from None
                     self.on_wait(pause)
-            self._count(retries=1)
+            self.count(retries=1)
             self.stopped.wait(pause)
 
     def _once(self, body: dict, headers: dict) -> tuple[dict, Answer]:
@@ -263,7 +289,8 @@ class Client:
         except (ValueError, AttributeError, openai.OpenAIError) as e:
             raise LLMError(f"not a reply: {str(e)[:200]}", transient=True) from None
 
-    def _count(self, **more) -> None:
+    def count(self, **more) -> None:
+        """Add to `usage`."""
         with self.lock:
             for name, n in more.items():
                 self.usage[name] += n
@@ -288,136 +315,6 @@ def retry_after(headers) -> float:
     return max(0.0, email.utils.mktime_tz(date) - time.time()) if date else 0.0
 
 
-# -------------------------------------------------------------------------------------------------- Batch API
-def open_batches(directory) -> dict[str, dict]:
-    """The batches that earlier runs wrote and nobody has collected yet: name -> state."""
-    states = (json.loads(p.read_text(encoding="utf-8")) for p in sorted(Path(directory).glob("*.json")))
-    return {s["name"]: s for s in states if not s["collected"]}
-
-
-def pending(directory) -> list:
-    """The tags of their questions."""
-    return [tag for state in open_batches(directory).values() for tag in state["tags"]]
-
-
-class Batches:
-    """Many questions at half the price, answered within a day. State is kept in `directory`, one NAME.json
-    per batch, so that a killed run finds its batches again: the name travels as the batch's metadata, and a
-    batch that was created but not yet written down is recognised by it, not paid for twice."""
-
-    def __init__(self, client: Client, directory, max_bytes: int = 190_000_000, max_requests: int = 50_000,
-                 max_open: int = 4, poll: float = 60.0):
-        self.client, self.directory, self.poll = client, Path(directory), poll
-        self.max_bytes, self.max_requests, self.max_open = max_bytes, max_requests, max_open
-        self.url = "/v1/responses" if client.api == "responses" else "/v1/chat/completions"
-        self.openai = client.openai.with_options(max_retries=client.retries)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.open = open_batches(self.directory)
-        for file in self.directory.glob("*.jsonl"):
-            if file.stem not in self.open:
-                file.unlink()  # a kill left it half written
-
-    def run(self, questions):
-        """Yield (tag, Answer or LLMError) for what is pending and for `questions`, an iterator of (tag,
-        body); a tag is any JSON value. A batch is marked as collected when its last answer has been taken and
-        the next one is asked for. The error is `transient` where the batch left a question open."""
-        import openai
-        try:
-            yield from self._run(questions)
-        except openai.OpenAIError as e:
-            raise LLMError(f"batches: {self.client.without_key(str(e))[:300]}", transient=True) from None
-
-    def _run(self, questions):
-        for state in self.open.values():
-            self._submit(state)  # one that a kill kept from being submitted
-        more = self._write(questions)
-        state = {}
-        while state is not None or self.open:
-            while state is not None and len(self.open) < self.max_open:
-                if state := next(more, None):
-                    self.open[state["name"]] = state
-                    self._submit(state)
-            finished = [s for s in self.open.values() if self._finished(s)]
-            for done in finished:
-                yield from self._results(done)
-                self._save(done | {"collected": True})
-                del self.open[done["name"]]
-            if self.open and not finished and self.client.stopped.wait(self.poll):
-                return
-
-    def _write(self, questions):
-        """Files of at most max_requests lines and max_bytes bytes; yields the state of each once it is
-        complete."""
-        questions = iter(questions)
-        waiting = next(questions, None)
-        while waiting is not None:
-            name, tags, size = f"{time.time_ns():x}", [], 0
-            with open(self.directory / f"{name}.jsonl", "wb") as f:
-                while waiting is not None:
-                    line = json.dumps({"custom_id": str(len(tags)), "method": "POST", "url": self.url,
-                                       "body": waiting[1]})
-                    if tags and (size + len(line) + 1 > self.max_bytes or len(tags) == self.max_requests):
-                        break
-                    f.write(line.encode() + b"\n")
-                    size += len(line) + 1
-                    tags.append(waiting[0])
-                    waiting = next(questions, None)
-            state = {"name": name, "tags": tags, "batch": "", "collected": False}
-            self._save(state)
-            yield state
-
-    def _save(self, state: dict) -> None:
-        write_atomic(self.directory / f"{state['name']}.json", json.dumps(state))
-
-    def _submit(self, state: dict) -> None:
-        """Upload and create, unless that has happened; then forget the file."""
-        file = self.directory / f"{state['name']}.jsonl"
-        if not state["batch"]:
-            name = {"name": state["name"]}
-            batch = next((b for b in self.openai.batches.list(limit=100) if b.metadata == name), None)
-            if not batch:
-                uploaded = self.openai.files.create(file=file, purpose="batch")
-                batch = self.client.openai.batches.create(  # never tried twice: a second one is paid for too
-                    completion_window="24h", endpoint=self.url, input_file_id=uploaded.id, metadata=name)
-            state["batch"] = batch.id
-            self._save(state)
-        file.unlink(missing_ok=True)
-
-    def _finished(self, state: dict) -> bool:
-        status = self.openai.batches.retrieve(state["batch"]).status
-        return status in ("completed", "failed", "expired", "cancelled")
-
-    def _results(self, state: dict):
-        batch = self.openai.batches.retrieve(state["batch"])
-        if batch.status == "failed":
-            problems = "; ".join(str(e.message) for e in (batch.errors and batch.errors.data) or [])
-            self._save(state | {"collected": True})  # its questions are asked again by the next run
-            raise LLMError(f"batch {batch.id} was not accepted: {problems[:300]}", fatal=True)
-        files = [self.openai.files.content(file).content.splitlines()  # of bytes: at \n, not at U+2028
-                 for file in (batch.output_file_id, batch.error_file_id) if file]
-        left = dict(enumerate(state["tags"]))
-        # in turns: many errors one after another are to mean that nothing works
-        for line in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*files))):
-            o = json.loads(line)
-            if (k := int(o["custom_id"])) in left:
-                yield left.pop(k), self._result(o)
-        for tag in left.values():
-            yield tag, LLMError(f"batch: no answer, it is {batch.status}", transient=True)
-
-    def _result(self, o: dict):
-        response, error = o.get("response"), o.get("error") or {}
-        if not response:  # batch_expired, batch_cancelled, request_timeout
-            return LLMError(f"batch: {error.get('code')}: {error.get('message')}", transient=True)
-        if response.get("status_code") != 200:
-            return status_error(response.get("status_code") or 500, str(response.get("body") or error))
-        try:
-            answer = read_reply(self.client.api, response["body"])
-        except (ValueError, KeyError, AttributeError) as e:
-            return LLMError(f"batch: not a reply: {e}", transient=True)
-        self.client._count(requests=1, **answer.usage)
-        return replace(answer, usage={f"batch_{kind}": n for kind, n in answer.usage.items()})
-
-
 # --------------------------------------------------------------------------------------------------- verdicts
 _LEAD = re.compile(r"^\W*((the|my|final|student's)\s+)*(verdict|judge?ment|answer)(\s+is)?\b", re.I)
 
@@ -433,7 +330,9 @@ def read_verdict(text: str, yes: str = "correct", no: str = "incorrect",
     lines = [line for line in text.splitlines() if line.strip()]
     words = re.sub(r"[^a-z]+", " ", _LEAD.sub("", lines[-1]).lower()).split() if lines else []
     verdict = " ".join(words)
-    return True if verdict == yes else False if verdict in (no, *also_no) else None
+    if verdict == yes:
+        return True
+    return False if verdict in (no, *also_no) else None
 
 
 def read_verdicts(text: str, n: int, yes: str = "done", no: str = "not done") -> list[bool | None]:

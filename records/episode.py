@@ -6,7 +6,7 @@ Group > Plan and Episode > Step > Sample (model/inputs.py). episode_log.py write
 
 from dataclasses import dataclass, field
 
-from language.prompts import format_plan, parse_plan
+from language.plans import format_plan, parse_plan
 from model.inputs import Sample
 from web.environment import Task
 

@@ -24,14 +24,14 @@ def test_batch(data, tmp_path, monkeypatch):
                 "Task number 3": (400, {"error": {"message": "too big"}})}.get(asked_for(body), GOOD)
     with serving(answer) as server:
         cfg = config(data, server, tmp_path, batch=True, batch_requests=5, batch_poll=0.05)
-        results = annotate.llm.Batches.run
+        results = annotate.Batches.run
 
         def killed(self, questions):
             for i, result in enumerate(results(self, questions)):
                 if i == 3:
                     raise RuntimeError("killed")
                 yield result
-        monkeypatch.setattr(annotate.llm.Batches, "run", killed)
+        monkeypatch.setattr(annotate.Batches, "run", killed)
         with pytest.raises(RuntimeError):
             main(cfg)
         monkeypatch.undo()

@@ -21,7 +21,8 @@ import demonstrate
 import tiny_model
 
 from language import actions
-from language.prompts import Subtask, format_plan, load_prompts, parse_plan
+from language.plans import Subtask, format_plan, parse_plan
+from language.prompts import load_prompts
 from model.backbone import forward_hidden, load_model
 from model.inputs import Inputs
 from records import recordings

@@ -18,7 +18,7 @@ GROUPS = """
 import torch, grpo_hier as g
 from records.episode import Episode, Group, Plan, Step
 from web.environment import Task
-from language.prompts import Subtask
+from language.plans import Subtask
 def episode(group, plan, m, reward, line):
     return Episode(group, plan, m, 0, [Step(b"", None, line)], "failure", reward)
 group = Group(Task("t", "s"), plans=[Plan(0, "", [Subtask("one", "open it"), Subtask("two", "close it")])])

@@ -85,7 +85,7 @@ class RolloutConfig:
     judge_base_url: str = ""                      # webarena: the judge's server; "": OpenAI's
     judge_api: str = "responses"                  # webarena: its protocol: responses or chat
     judge_cache: str = ""                         # webarena: directory of the judge's answers
-    prompts: str = ""                             # JSON file that replaces texts of language/prompts.py
+    prompts: str = ""                             # JSON file that replaces texts of language/texts.py
     threads: int = 8                              # browsers
     max_steps: int = 15                           # T, actions per episode, sec. 4.3
     retries: int = 2                              # further attempts at an episode that browser or site broke

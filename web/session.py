@@ -5,11 +5,7 @@ the environment says that its pages keep nothing. The newest open page is the on
 closes, its opener is back. Native dialogs are answered at once; what they said goes into `notes`, as does
 everything that was refused: downloads, files, sites that are not the task's.
 
-Nothing here sleeps. `settle` waits for what an action caused: navigations, new tabs, requests, images, fonts,
-then a frame in which the document does not change and, where there is a canvas or video, two equal
-screenshots. An address that never gets quiet costs the longest wait once; later visits wait only for
-navigations and requests of their own. Where the environment says that no action on a page requests anything
-(`quick`), only the document is watched, with a bound of its own where a navigation has begun all the same.
+Nothing here sleeps: settle.py says what is waited for after an action, and how long.
 
 Confinement: Chromium resolves only the hosts of the task; `goto` and `open_url` refuse other addresses; a
 page that has left the task's origins is brought back. Nothing is routed through here, so caches work and no
@@ -27,7 +23,8 @@ from urllib.parse import urlsplit
 from language import actions
 from runtime import UserError
 from web import effects
-from web.chromium import CHROMIUM_ARGS, SITE, Chromium, Watchdog, chromium, web_errors  # noqa: F401
+from web.chromium import SITE, Chromium, Watchdog, web_errors
+from web.settle import Traffic, quiet
 
 # Animations end in their first millisecond, with their events: one state of a page gives one screenshot.
 # A sheet of this kind is subject to no content policy, and no observer of the page sees it.
@@ -38,20 +35,6 @@ INIT = """{ const still = new CSSStyleSheet();
     animation-delay: 0s !important; animation-iteration-count: 1 !important }`);
   document.adoptedStyleSheets = [...document.adoptedStyleSheets, still];
   window.print = () => {}; }"""
-SETTLED = """([quiet, bound]) => new Promise(done => {
-  const start = performance.now(); let last = start, changed = false;
-  const watch = new MutationObserver(() => { last = performance.now(); changed = true; });
-  watch.observe(document, {subtree: true, childList: true, attributes: true, characterData: true});
-  const end = state => { watch.disconnect(); clearTimeout(timer); done(state); };
-  const timer = setTimeout(() => end('restless'), bound);
-  const here = () => document.readyState === 'complete' && document.fonts.status === 'loaded'
-    && [...document.images].every(image => image.complete || image.loading === 'lazy');
-  const look = () => {
-    const shown = [...document.querySelectorAll('canvas, video')].some(e => e.getClientRects().length);
-    if (!changed && here() && performance.now() - last >= quiet) end(shown ? 'pixels' : 'still');
-    else { changed = false; requestAnimationFrame(look); } };
-  requestAnimationFrame(look); })"""
-ENDLESS = {"eventsource", "websocket", "media", "ping"}   # requests that nobody waits for
 
 
 def redact(thing, secrets):
@@ -62,7 +45,9 @@ def redact(thing, secrets):
         return thing
     if isinstance(thing, dict):
         return {key: redact(value, secrets) for key, value in thing.items()}
-    return [redact(value, secrets) for value in thing] if isinstance(thing, (list, tuple)) else thing
+    if isinstance(thing, (list, tuple)):
+        return [redact(value, secrets) for value in thing]
+    return thing
 
 
 class Session(Chromium):
@@ -75,20 +60,26 @@ class Session(Chromium):
 
     def __init__(self, env, cfg, watchdog: Watchdog | None = None, server: str = ""):
         super().__init__(watchdog or Watchdog(cfg.memory), server)
-        self.env, self.cfg = env, cfg
-        self.context = self.page = None
-        self.notes, self.allowed, self.secrets = [], (), set()
+        self.env = env
+        self.cfg = cfg
+        self.context = None
+        self.page = None
+        self.notes = []
+        self.allowed = ()
+        self.secrets = set()
         self.spent = Counter(busy=0.0, model=0.0, settle=0.0)
-        self.hosts, self.opened, self.home, self.spoiled = set(), 0, "about:blank", False
+        self.hosts = set()                        # those that the browser resolves
+        self.opened = 0                           # tasks in this browser
+        self.home = "about:blank"
+        self.spoiled = False                      # the context must not be used again
         self._fresh()
 
     def _fresh(self):
         """What belongs to one context."""
-        self.pending, self.leaving = set(), set()  # requests; pages that a navigation is about to replace
-        self._mark()
-        self.openers, self.wires = {}, {}         # page -> the one before; its DevTools session
+        self.traffic = Traffic()
+        self.openers = {}                         # page -> the one before
+        self.wires = {}                           # page -> its DevTools session
         self.held = set()                         # keys
-        self.ignored, self.restless = set(), set()  # addresses that never finish; that never get quiet
 
     def stop(self) -> None:
         super().stop()
@@ -126,17 +117,17 @@ class Session(Chromium):
         self.opened += 1
         self.notes.clear()
         with self.bound(self.cfg.open_timeout):
-            used = self.context and not (self.env.fresh_context or self.spoiled or self.opening)
+            used = self.context and not (self.env.fresh_context or self.spoiled or self.traffic.opening)
             if used and len(self.context.pages) == 1:
                 for key in self.held:             # else as good as new, where pages keep nothing
                     self.page.keyboard.up(key)
                 self.held.clear()
             else:
                 self._new_context()
-            self._mark()
+            self.traffic.mark()
             instruction = self.env.open(task, self)
             # whoever was here before, the agent finds the same: nowhere to go back to, no mouse over the page
-            self._wire(self.page).send("Page.resetNavigationHistory")
+            self.wire(self.page).send("Page.resetNavigationHistory")
             self.page.mouse.move(-1, -1)
             self.home = next(iter(self.context.pages), self.page).url     # a popup may be in front already
             self._at_start(self.home)
@@ -145,14 +136,15 @@ class Session(Chromium):
     def _at_start(self, url: str) -> None:
         """A web error where the start page leaves the task's sites by itself."""
         if not self.may_visit(url):
-            raise ConnectionError(f"the start page went to {self.failed[0] or url}"[:200])
+            raise ConnectionError(f"the start page went to {self.traffic.failed[0] or url}"[:200])
 
     def _ready(self, hosts: set) -> None:
         """A browser that works, is not too old and knows the hosts."""
         if (self.browser and self.browser.is_connected() and not self.killed and hosts <= self.hosts
                 and self.opened < self.cfg.recycle):
             return
-        self.hosts, self.opened = self.hosts | hosts, 0
+        self.hosts |= hosts
+        self.opened = 0
         known = "".join(f", EXCLUDE {host}" for host in sorted(self.hosts))
         confine = [] if "*" in self.cfg.extra_origins else [f"--host-resolver-rules=MAP * ~NOTFOUND{known}"]
         self.launch([*self.env.browser_args, *confine])
@@ -162,17 +154,20 @@ class Session(Chromium):
             with self.bound(self.cfg.call_timeout):
                 self.context.close()
         self._fresh()
-        self.crashed, self.spoiled = None, False
+        self.crashed = None
+        self.spoiled = False
         self.context = self.browser.new_context(
             viewport={"width": self.env.width, "height": self.env.height}, device_scale_factor=self.env.scale,
             accept_downloads=False, permissions=[], reduced_motion="reduce")
         self.context.set_default_timeout(self.cfg.call_timeout * 1000)
         self.context.add_init_script(INIT)
-        # each takes five messages of the driver
-        watched = {} if self.env.quick else {"request": self._began, "requestfinished": self._ended}
-        for event, react in {"dialog": self._dialog, "page": self._follow, "requestfailed": self._ended,
-                             **watched}.items():
-            self.context.on(event, react)
+        traffic = self.traffic
+        self.context.on("dialog", self._dialog)
+        self.context.on("page", self._follow)
+        self.context.on("requestfailed", traffic.ended)
+        if not self.env.quick:                    # each takes five messages of the driver
+            self.context.on("request", lambda request: traffic.began(request, self.page))
+            self.context.on("requestfinished", traffic.ended)
         self.context.new_page()
 
     def goto(self, url: str) -> None:
@@ -203,8 +198,8 @@ class Session(Chromium):
         """One action on the active page. ActionError where it cannot be done, or where a site's fault spoils
         it."""
         with self.bound(3 * settings.timeout):
-            self._at_hand()
-        self._mark()
+            self.at_hand()
+        self.traffic.mark()
         if call.name == "open_url":
             url = call["url"] if "://" in call["url"] else f"http://{call['url']}"
             if not self.may_visit(url):
@@ -243,7 +238,9 @@ class Session(Chromium):
         """A page that opens comes to the front; when it closes, the one before it does."""
         if page.context != self.context:          # a latecomer of the task before
             return
-        self.openers[page], self.page, self.opening = self.page, page, max(0, self.opening - 1)
+        self.openers[page] = self.page
+        self.page = page
+        self.traffic.opening = max(0, self.traffic.opening - 1)
         page.on("close", self._closed)
         page.on("crash", lambda page: setattr(self, "crashed", page))
         page.on("download", self._download)
@@ -251,128 +248,51 @@ class Session(Chromium):
 
     def _closed(self, page):
         self.wires.pop(page, None)
-        self.leaving.discard(page)
+        self.traffic.leaving.discard(page)
         if self.page is page:
             candidates = (self.openers.get(page), *reversed(self.context.pages))
             self.page = next((p for p in candidates if p is not None and not p.is_closed()), page)
 
-    def _at_hand(self):
+    def at_hand(self) -> None:
         """There is always a page: where the last one closed itself, the start page in a new one."""
         if self.page.is_closed():
             self.note("the last page closed; this is the start page")
             self.context.new_page()
             self.goto(self.home)
 
-    def _wire(self, page):
+    def wire(self, page):
         """The page's own DevTools session: screenshots, and news of windows before they are there."""
         if page not in self.wires:
-            self.wires[page] = self.context.new_cdp_session(page)
-            self.wires[page].on("Page.windowOpen", lambda _: setattr(self, "opening", self.opening + 1))
-            self.wires[page].on("Page.frameStartedNavigating", lambda _: self.leaving.add(page))
-            for end in ("frameNavigated", "frameStoppedLoading", "navigatedWithinDocument"):
-                self.wires[page].on(f"Page.{end}", lambda _: self.leaving.discard(page))
-            self.wires[page].send("Page.enable")
+            wire = self.wires[page] = self.context.new_cdp_session(page)
+            self.traffic.watch(wire, page)
+            wire.send("Page.enable")
             # without this, a screenshot would switch the page to a scale of 1
-            self.wires[page].send("Emulation.setDeviceMetricsOverride", {
+            wire.send("Emulation.setDeviceMetricsOverride", {
                 "width": self.env.width, "height": self.env.height, "deviceScaleFactor": self.env.scale,
                 "mobile": False})
         return self.wires[page]
 
     # --------------------------------------------------------------------------------------- waiting, looking
-    def _mark(self):
-        """From here on counts what an action starts; what began earlier may take as long as it likes."""
-        self.pending.clear()
-        self.leaving.clear()
-        self.failed, self.opening, self.departures = ("", ""), 0, 0
-
-    def _began(self, request):
-        if request.resource_type not in ENDLESS and address(request.url) not in self.ignored:
-            self.pending.add(request)
-        if request.is_navigation_request() and not request.redirected_from:
-            self.departures += self.page.main_frame == frame_of(request)
-
-    def _ended(self, request):
-        self.pending.discard(request)
-        why = request.failure
-        if why and request.is_navigation_request() and not why.endswith("ERR_ABORTED"):
-            self.failed = (request.url, why)
-
     def settle(self) -> None:
-        """Wait until what the last action caused has happened: `settle` seconds at most, `call_timeout` where
-        a navigation is under way. Then bring a page back that has left the task's sites. Raises a web error
-        where a site of the task's own is gone."""
+        """Wait until what the last action caused has happened, as settle.py says. Then bring a page back that
+        has left the task's sites. Raises a web error where a site of the task's own is gone."""
         start = time.monotonic()
         with self.bound(self.cfg.fixed_wait + self.cfg.settle + 3 * self.cfg.call_timeout):
             if self.cfg.fixed_wait > 0:
-                self._at_hand()
+                self.at_hand()
                 self.page.wait_for_timeout(self.cfg.fixed_wait * 1000)
             else:
-                self._quiet(start)
+                quiet(self, start)
             self._stay()
         self.spent["settle"] += time.monotonic() - start
-
-    def _quiet(self, start: float) -> None:
-        shot = None
-        while True:
-            self._at_hand()
-            page, here = self.page, address(self.page.url)
-            moving = self._moving()
-            left = start + (self.cfg.call_timeout if moving else self.cfg.settle) - time.monotonic()
-            known = here in self.restless
-            if self.departures > 8:
-                raise ConnectionError(f"{here} redirects without end")
-            state = self._state(page, 0.1 if known else max(left, 0.05))
-            if left <= 0:
-                if moving or state in ("moved", "stuck"):
-                    self._halt()
-                self.ignored |= {address(r.url) for r in self.pending}
-                self.restless |= {here} if state in ("restless", "pixels") else set()
-                return
-            if state in ("moved", "stuck") or self.pending or self.opening or page is not self.page:
-                continue
-            if state == "pixels" and not known:
-                before, shot = shot, self.screenshot()
-                if shot != before:
-                    continue
-            if state != "restless" or known:
-                return
-
-    def _state(self, page, seconds: float) -> str:
-        """still | pixels (a canvas or video may still move) | restless (not still in time) | moved (the page
-        left) | stuck (no answer: Chromium evaluates nothing while a navigation is under way, or the page's
-        script is busy)."""
-        from playwright.sync_api import Error, TimeoutError
-        bound = seconds * 1000
-        try:
-            if self.env.quick and page not in self.leaving:   # half the price, but a navigation holds it up
-                return page.evaluate(SETTLED, [0, bound])
-            return str(page.wait_for_function(    # a handle, which shows its text
-                SETTLED, arg=[self.cfg.quiet * 1000, bound], timeout=bound + 200))
-        except TimeoutError:
-            return "stuck"
-        except Error as e:
-            if self.fault(e) not in SITE | {"browser"}:
-                raise
-            left = page.is_closed() or re.search("context was destroyed|navigat|closed|detached", str(e))
-            return "moved" if left else "still"   # else the page has broken what the script needs
-
-    def _halt(self) -> None:
-        """Stop a page that goes on loading, as a person would."""
-        self.ignored |= {address(r.url) for r in self.pending if not r.is_navigation_request()}
-        self._wire(self.page).send("Page.stopLoading")
-        self.note("the page went on loading and was stopped")
-        self._state(self.page, 0.3)
-
-    def _moving(self) -> bool:
-        return self.page in self.leaving or any(r.is_navigation_request() for r in self.pending)
 
     def _stay(self) -> None:
         """Bring the page back where it has left the task's sites; an error where the task's own site is
         gone."""
-        from playwright.sync_api import Error
         if self.may_visit(self.page.url):
             return
-        (wanted, failure), here = self.failed, self.page.url
+        wanted, failure = self.traffic.failed
+        here = self.page.url
         lost = here.startswith("chrome-error:")
         own = lost and wanted and self.may_visit(wanted)
         if own and not re.search("REDIRECTS|AUTH|BLOCKED", failure):
@@ -382,18 +302,23 @@ class Session(Chromium):
         else:
             what = f"{(wanted if lost else here)[:100]} is not one of the task's sites"
         self.note(f"{what}; the page before is back")
+        self._back()
+
+    def _back(self) -> None:
+        """To the page's opener, else back in its history, else to the start page."""
+        from playwright.sync_api import Error
         before = self.openers.get(self.page)
         if before is not None and not before.is_closed():
             self.page.close()
             return
-        self._mark()
+        self.traffic.mark()
         with contextlib.suppress(Error):
             self.page.go_back(wait_until="domcontentloaded")
-        self._quiet(time.monotonic())             # it may leave again by itself
+        quiet(self, time.monotonic())             # it may leave again by itself
         if not self.may_visit(self.page.url) or self.page.url == "about:blank":
-            self._mark()
+            self.traffic.mark()
             self.goto(self.home)
-            self._quiet(time.monotonic())
+            quiet(self, time.monotonic())
             self._at_start(self.page.url)
 
     def screenshot(self) -> bytes:
@@ -405,7 +330,7 @@ class Session(Chromium):
         from playwright.sync_api import Error
         with self.bound(2 * self.cfg.call_timeout):
             while True:
-                self._at_hand()
+                self.at_hand()
                 try:
                     return self._alive(look())
                 except Error as e:
@@ -416,21 +341,8 @@ class Session(Chromium):
         from playwright.sync_api import Error
         while True:
             try:
-                shot = self._wire(self.page).send("Page.captureScreenshot", {"format": "png"})
+                shot = self.wire(self.page).send("Page.captureScreenshot", {"format": "png"})
                 return base64.b64decode(shot["data"])
             except Error as e:                    # between two documents
                 if "Not attached to an active page" not in str(e) or time.monotonic() > self.due:
                     raise
-
-
-def frame_of(request):
-    """The frame of a request; None where it is too new to have one."""
-    from playwright.sync_api import Error
-    with contextlib.suppress(Error):
-        return request.frame
-    return None
-
-
-def address(url: str) -> str:
-    """An address without what changes from visit to visit."""
-    return re.split("[?#]", url, maxsplit=1)[0]

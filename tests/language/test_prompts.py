@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from language import prompts
-from language.prompts import Annotation, Subtask, format_plan, load_prompts, parse_plan, parse_teacher
+from language.plans import Annotation, Subtask, format_plan, parse_plan, parse_teacher
+from language.prompts import load_prompts
+from language.texts import TEXTS
 from runtime import UserError
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared"
@@ -98,7 +99,7 @@ def test_scalecua_templates():
     assert p.grounder("the {button}")[1] == "the {button}" and "Action Space" in p.grounder("x")[0]
     planner = load_prompts(str(TEMPLATES / "gpt_planner.json"))
     assert planner.planner("Buy it")[0].endswith("complete the following task: Buy it")
-    assert planner.texts["actor_user"] == prompts.TEXTS["actor_user"]
+    assert planner.texts["actor_user"] == TEXTS["actor_user"]
 
 
 # ---------------------------------------------------------------------------------------------------- teacher

@@ -16,7 +16,8 @@ from PIL import Image
 import evaluate
 from demo.teacher import request_text
 from language import actions
-from language.prompts import TEXTS, load_prompts
+from language.prompts import load_prompts
+from language.texts import TEXTS
 from model import remote
 from model.llm import Client
 from model.remote import PlannerGrounder, PlannerPrompts, Remote, description
