@@ -27,7 +27,7 @@ import numpy as np
 from tqdm import tqdm
 
 import runtime
-from language import prompts
+from language import plans, prompts
 from model import llm
 from records import failures as rules
 from records import figures, results, tables

@@ -32,6 +32,7 @@ import runtime
 from language.plans import parse_teacher
 from language.prompts import Prompts, load_prompts
 from model import llm
+from model.batches_api import Batches, pending
 from records.ledger import KEYS, Ledger, LeftOpen, Stop, Unusable, beside, handle, unsettled
 from records.recordings import Quarantine, load_image, read_image, read_meta
 from records.tables import TABLE_3, paper_rows

@@ -1,20 +1,21 @@
 """README.md and docs/ against the code: commands with their flags and values, paths, links with their
 anchors, names of functions and settings, metric keys and equations that they name are there."""
 
-import argparse
 import ast
-import importlib
 import json
 import re
+import runpy
 import shlex
 import sys
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
-from test_house import CODE, SHIPPED, equation_map, tree
+from test_house import CODE, SHIPPED, equation_map, module_of, tree
 
-from runtime import config_class, parse_args
+from runtime import command
+from runtime.command import parse_args
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -81,39 +82,28 @@ def settings():
 
 
 # --------------------------------------------------------------------------------------------------- commands
-def program(file):
-    """What a program gives to `launch`: main, its subcommands, and whether it has a dry run."""
-    sys.path.insert(0, str(ROOT))
-    module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
-    (call,) = [n for n in ast.walk(tree(file)) if isinstance(n, ast.Call)
-               and ast.unparse(n.func).removeprefix("runtime.") == "launch"]
-    functions = []
-    for given in call.args:
-        starred = isinstance(given, ast.Starred)
-        found = getattr(module, given.value.id if starred else given.id)
-        functions += found if starred else [found]
-    return functions[0], functions[1:], any(k.arg == "dry_run" for k in call.keywords)
+class Taken(BaseException):
+    """A program has read its command line and would begin."""
 
 
 def takes(file, argv):
-    """Read a command line as the program itself would; ends in SystemExit where it would."""
-    function, others, dry = program(file)
-    by_name = {f.__name__: f for f in others}
-    if argv and argv[0] in by_name:
-        function, argv = by_name[argv[0]], argv[1:]
-    parent = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    if dry:
-        parent.add_argument("--dry_run", nargs="?")
-    parse_args(config_class(function), argv, "", file.stem, "", parent)
+    """Run a program up to the point where it has read its command line; SystemExit where it refuses it.
+    NAME, as a system, stands for any of them."""
+    def read(*args, **kwargs):
+        parse_args(*args, **kwargs)
+        raise Taken
+    argv = [str(file), *("grpo_hier" if word == "NAME" else word for word in argv)]
+    with patch.object(sys, "argv", argv), patch.object(command, "parse_args", read), pytest.raises(Taken):
+        runpy.run_path(str(file), run_name="__main__")
 
 
-@pytest.mark.parametrize("name, command", every_command(),
+@pytest.mark.parametrize("name, line", every_command(),
                          ids=lambda x: " ".join(x) if isinstance(x, list) else x)
-def test_every_command_exists_and_takes_its_flags(name, command):
-    while re.match(r"[A-Z_]+=", command[0]):
-        assert command[0].partition("=")[0] in source()
-        command = command[1:]
-    first, given = command[0], [word for word in command[1:] if word != "…"]
+def test_every_command_exists_and_takes_its_flags(name, line):
+    while re.match(r"[A-Z_]+=", line[0]):
+        assert line[0].partition("=")[0] in source()
+        line = line[1:]
+    first, given = line[0], [word for word in line[1:] if word != "…"]
     if first in OTHERS_PROGRAMS:
         return
     if first not in ("python", "torchrun"):
@@ -122,7 +112,7 @@ def test_every_command_exists_and_takes_its_flags(name, command):
         assert all((ROOT / w).is_file() if w.endswith(".py") else f"{w})" in text for w in given)
         return
     at = next(i for i, word in enumerate(given) if word.endswith(".py") or word == "-m")
-    file = ROOT / given[at]
+    file = ROOT / given[at].replace("systems/NAME.py", "grpo_hier.py")
     if given[at] == "-m":
         at += 1
         file = ROOT / given[at].replace(".", "/") / "__main__.py"
@@ -132,9 +122,11 @@ def test_every_command_exists_and_takes_its_flags(name, command):
 
 
 def test_a_wrong_command_would_be_noticed():
-    for argv in (["nosuch", "--runs", "x"], ["--runz", "x"], ["curve", "--window", "many"]):
+    for file, *argv in (["analysis.py", "nosuch", "--runs", "x"], ["analysis.py", "--runz", "x"],
+                        ["analysis.py", "curve", "--window", "many"], ["evaluate.py", "--system", "nosuch"],
+                        ["grpo_hier.py", "--norm", "other"], ["sites/webarena/__main__.py", "chek"]):
         with pytest.raises(SystemExit):
-            takes(ROOT / "analysis.py", argv)
+            takes(ROOT / file, argv)
 
 
 @by_document
@@ -198,14 +190,19 @@ def test_the_readme_leads_to_every_document_and_picture():
 
 @by_document
 def test_every_name_of_the_code_that_is_named_exists(name):
-    """`module.name` is defined there; a word with an underscore is one of the code."""
-    modules = {file.parent.name if file.stem == "__init__" else file.stem: file for file in CODE}
+    """`module.name` is defined there, with the module's folder or without it; a word with an underscore is
+    one of the code."""
+    homes = {}
+    for file in CODE:
+        for module in {module_of(file), module_of(file).split(".")[-1]}:
+            homes.setdefault(module, []).append(file)
     for word in words(name):
-        module, _, inside = word.partition(".")
         if re.fullmatch(NAME_OF_FILE, word):
             continue
-        if module in modules and re.fullmatch(r"\w+(\.\w+)?", inside):
-            assert inside in defined(modules[module]), word
+        ends = [dot.start() for dot in re.finditer(r"\.|$", word)]
+        at = max((end for end in ends if word[:end] in homes), default=len(word))
+        if re.fullmatch(r"\w+(\.\w+)?", inside := word[at + 1:]):
+            assert any(inside in defined(file) for file in homes[word[:at]]), word
         if re.fullmatch(r"[A-Za-z]\w*_\w+", word):
             assert re.search(rf"(?<!\w){word}(?!\w)", source()) or word.endswith("_API_KEY"), word
 

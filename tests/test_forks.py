@@ -15,18 +15,22 @@ TEXT = (ROOT / "docs/forking.md").read_text()
 FORKS = re.findall(r"(?m)^## ([^\n]+)\n(?:(?!##|```).)*```diff\n(.*?)```", TEXT, re.S)
 ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
 GROUPS = """
-import torch, grpo_hier as g
+import json, grpo_hier as g
+from model.inputs import Sample
 from records.episode import Episode, Group, Plan, Step
 from web.environment import Task
 from language.plans import Subtask
 def episode(group, plan, m, reward, line):
-    return Episode(group, plan, m, 0, [Step(b"", None, line)], "failure", reward)
+    sample = Sample([1], b"", (28, 28), [2], [0.0], role="actor")
+    return Episode(group, plan, m, 0, [Step(b"", [sample], line=line)], "failure", reward)
 group = Group(Task("t", "s"), plans=[Plan(0, "", [Subtask("one", "open it"), Subtask("two", "close it")])])
 group.episodes = [[episode(group, group.plans[0], 0, 1.0, "Open it, then close it"),
                    episode(group, group.plans[0], 1, 0.0, "open it"),
                    episode(group, group.plans[0], 2, 0.0, "")]]
-R_BKM, _, _, adv_A_BKM, _ = g.credit([group], g.Config(K=1, M=3))
-print(R_BKM.flatten().tolist(), adv_A_BKM.flatten().tolist())
+learnt = g.credit([group], g.Config(K=1, M=3))
+print(json.dumps({"R": g.returns([group], 1, 3)[0].flatten().tolist(),
+                  "adv_A": [beside["adv_A"] for beside in learnt.of_episode],
+                  "learnt": [row.adv for row in learnt.rows["actor"]]}))
 """
 
 
@@ -67,18 +71,25 @@ def test_there_are_three():
 
 @pytest.mark.parametrize("forked", [0], indirect=True)
 def test_the_leave_one_out_baseline(forked, tiny_model, tmp_path):
-    assert run(forked, "-c", GROUPS) == "[1.0, 0.0, 0.0] [1.0, -0.5, -0.5]\n"
+    groups = json.loads(run(forked, "-c", GROUPS))
+    assert groups["R"] == [1.0, 0.0, 0.0]
+    assert groups["adv_A"] == groups["learnt"] == [1.0, -0.5, -0.5]
     assert first_batch(forked, tiny_model, tmp_path)["episodes"] == 4
 
 
 @pytest.mark.parametrize("forked", [1], indirect=True)
 def test_the_shaped_reward(forked, tiny_model, tmp_path):
-    rewards = json.loads(run(forked, "-c", GROUPS).split("] ")[0] + "]")
-    assert rewards == pytest.approx([1.2, 0.1, 0.0])
+    groups = json.loads(run(forked, "-c", GROUPS))
+    assert groups["R"] == pytest.approx([1.2, 0.1, 0.0])
+    assert groups["adv_A"] == pytest.approx([1.2 - 1.3 / 3, 0.1 - 1.3 / 3, -1.3 / 3])
     assert first_batch(forked, tiny_model, tmp_path)["episodes"] == 4
 
 
 @pytest.mark.parametrize("forked", [2], indirect=True)
 def test_the_decomposer_that_plans_again(forked, tiny_model, tmp_path):
-    line = first_batch(forked, tiny_model, tmp_path)     # the untrained actor fails at every step
-    assert line["episodes"] == 4 and line["trained_D"] == 2 + 4 * 2
+    line = first_batch(forked, tiny_model, tmp_path)     # the untrained actor fails at both steps
+    assert line["episodes"] == 4 and line["trained_D"] == 2 + 4
+    episodes = (tmp_path / "run" / "episodes.jsonl").read_text(encoding="utf-8").splitlines()
+    for steps in [json.loads(episode)["steps"] for episode in episodes]:
+        assert [one["role"] for one in steps[1]["asked"]] == ["decomposer", "actor"]
+        assert "asked" not in steps[0]

@@ -70,7 +70,7 @@ class Environment:
 class RolloutConfig:
     """The settings of stages 3 and 4 that say where and how episodes happen; a system's Config extends it."""
     env: str = "webarena"                         # environment: miniwob or webarena (sites/NAME)
-    split: str = "train647"                       # which tasks; webarena: README; miniwob: train, eval
+    split: str = "train647"                       # which tasks (docs/webarena.md); miniwob: train, eval
     tasks: str = ""                               # miniwob: page names; webarena: task file or folder
     instances: int = 100                          # miniwob: instances per page and split
     scale: float = 1.0                            # miniwob: screenshot pixels per CSS pixel
