@@ -280,7 +280,8 @@ def config_of(argv: list[str]):
     if name == "grpo_hier":
         return Config
     system = load_system(name)
-    both = dataclasses.make_dataclass("Config", [], bases=(Config, system.Config), frozen=True)
+    own = [(f.name, f.type, f.default) for f in dataclasses.fields(system.Config) if f.name == "use_plan"]
+    both = dataclasses.make_dataclass("Config", own, bases=(Config, system.Config), frozen=True)
     both.__module__ = __name__
     return both
 

@@ -54,7 +54,6 @@ from records import examples, recordings, trajectories
 from records.answers import score, target
 from records.examples import Examples
 from records.recordings import Record
-from rollout import load_system
 from runtime import (
     DTYPES,
     UserError,
@@ -69,6 +68,7 @@ from runtime import (
     read_settings,
     rewrite_jsonl,
 )
+from runtime.systems import load_system
 
 # N rows of a micro-batch, S positions of a row, n target tokens of all examples
 

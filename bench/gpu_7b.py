@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,7 +41,7 @@ import runtime
 import sft as stage_2
 from demo import tiny_model
 from model import backbone as room
-from model import flops
+from model import flops, update
 from model.attention import group_windows, separate_records
 from model.policy import Policy
 from model.sharded import TargetLogp, shard
@@ -325,10 +326,12 @@ def update_seconds(policy, samples: list, cfg: RlConfig) -> float:
     """Seconds of an update; one before it is not counted."""
     settings = replace(grpo_hier.Config(), K=1, M=len(samples), micro_batch=cfg.micro_batch)
     optimizer = torch.optim.AdamW(policy.parameters().values(), lr=1e-5, eps=1e-12)
-    data = grpo_hier.Batch(samples, [(-1.0) ** i for i in range(len(samples))], [1] * len(samples))
+    rows = [update.Row(s, (-1.0) ** i) for i, s in enumerate(samples)]
+    role = grpo_hier.roles(settings)[0]
+    objective = partial(grpo_hier.loss, role.name, B=1, cfg=settings)
     for _ in range(2):
         start = now()
-        grpo_hier.update(policy, optimizer, data, 1, settings, runtime.World())
+        update.update(role, policy, optimizer, rows, objective, settings, runtime.World())
         seconds = now() - start
     return seconds
 

@@ -72,7 +72,8 @@ def problem(cfg: Config, device: str) -> dict:
 
 def our_loss(logp_NT, p):
     """Eqs. 6 and 7' with B = K = 1, M = N and C = T, which is TRL's dr_grpo."""
-    term_NT = grpo_hier.clipped(grpo_hier.ratio(logp_NT, p["old_NT"]), p["adv_N"], 0.2)
+    adv_NT = p["adv_N"][:, None].expand_as(logp_NT)
+    term_NT = grpo_hier.clipped(grpo_hier.ratio(logp_NT, p["old_NT"]), adv_NT, 0.2)
     return grpo_hier.loss_A(term_NT, p["mask_NT"], 1, 1, *logp_NT.shape)
 
 

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,7 +37,9 @@ sys.path.insert(0, str(ROOT))
 import grpo_hier
 import runtime
 from demo import tiny_model
+from model import update
 from model.policy import Policy
+from runtime.batches import drawn_batches
 
 PACKAGES = ("torch==2.14.1", "torchvision==0.29.1", "trl==1.16.0", "transformers==5.24.0", "peft==0.21.2")
 VENV = ROOT / ".venv-rl"
@@ -106,8 +109,10 @@ class Ours:
         R_BKM = torch.tensor([reward(s.response_ids) for s in samples], dtype=torch.float64)
         R_BKM = R_BKM.view(self.cfg.prompts, 1, self.cfg.group)
         adv = adv or grpo_hier.advantage_A(R_BKM, torch.ones_like(R_BKM, dtype=torch.bool)).flatten().tolist()
-        data = grpo_hier.Batch(samples, adv, [1] * len(samples))
-        grpo_hier.update(self.policy, self.optimizer, data, self.cfg.prompts, self.settings, runtime.World())
+        rows = [update.Row(s, a) for s, a in zip(samples, adv) if a]
+        role = grpo_hier.roles(self.settings)[0]
+        objective = partial(grpo_hier.loss, role.name, B=self.cfg.prompts, cfg=self.settings)
+        update.update(role, self.policy, self.optimizer, rows, objective, self.settings, runtime.World())
 
     def turn(self) -> float:
         start = time.process_time()
@@ -240,24 +245,30 @@ def switches(cfg: Config) -> dict:
     out["equal prompts share a training pass"] = compared(
         cfg, lambda: ours.learn(alone), lambda: ours.learn(drawn))
 
-    mixed = policy.sample([replace_user(q, " word" * (150 * (i % 4 == 0))) for i, q in
-                           enumerate(ours.requests(cfg))])
+    out |= of_micro_batches(cfg, ours)
+    out["pipeline, browsers as slow as the update"] = pipelined(cfg, ours, ours.settings)
+    return out
+
+
+def of_micro_batches(cfg: Config, ours: "Ours") -> dict:
+    """How rows of mixed lengths are cut: by their length against as they come, by tokens against by number."""
+    mixed = ours.policy.sample([replace_user(q, " word" * (150 * (i % 4 == 0))) for i, q in
+                                enumerate(ours.requests(cfg))])
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in mixed]
     budget = replace(ours.settings, micro_batch=10 ** 6, micro_tokens=cfg.micro_batch * max(lengths))
-    plain = ours.settings
 
     def unsorted():
-        with patched(grpo_hier, micro_batches=lambda order, lengths, c: [
-                list(range(i, i + cfg.micro_batch)) for i in range(0, len(mixed), cfg.micro_batch)]):
+        def as_they_come(rows, settings):
+            numbers = list(range(len(rows)))
+            return [numbers[i:i + cfg.micro_batch] for i in range(0, len(rows), cfg.micro_batch)]
+        with patched(update, micro_batches=as_they_come):
             ours.learn(mixed)
 
     def by_tokens():
         with patched(ours, settings=budget):
             ours.learn(mixed)
-    out["micro-batches by length"] = compared(cfg, unsorted, lambda: ours.learn(mixed))
-    out["micro-batches by a token budget"] = compared(cfg, lambda: ours.learn(mixed), by_tokens)
-    out["pipeline, browsers as slow as the update"] = pipelined(cfg, ours, plain)
-    return out
+    return {"micro-batches by length": compared(cfg, unsorted, lambda: ours.learn(mixed)),
+            "micro-batches by a token budget": compared(cfg, lambda: ours.learn(mixed), by_tokens)}
 
 
 def replace_user(q, more: str):
@@ -277,7 +288,7 @@ def pipelined(cfg: Config, ours: Ours, settings) -> float:
             return (twin if ahead else ours.policy).sample(ours.requests(cfg))
         settings_ = replace(settings, pipeline=ahead)
         start = time.perf_counter()
-        for _, _, samples in grpo_hier.drawn_batches(range(4), draw, lambda batch: {}, settings_):
+        for _, _, samples in drawn_batches(range(4), draw, lambda batch: {}, settings_):
             with patched(ours, settings=settings_):
                 ours.learn(samples)
         return time.perf_counter() - start

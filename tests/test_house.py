@@ -198,15 +198,16 @@ NO_ROLE = [f for f in CODE if room_of(f) in ("runtime", "web", "model", "rollout
 
 @pytest.mark.parametrize("file", NO_ROLE, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_role_is_named_outside_of_its_system(file):
-    """Loop, pool, engine, log and checkpoints know roles by the list only. Comments and docstrings may speak of
-    the paper's; in model/remote.py planner and grounder play the actor."""
-    docs = {id(n.body[0].value) for n in ast.walk(tree(file))
+    """Loop, pool, engine, log and checkpoints know roles by the list only. Comments and docstrings may speak
+    of the paper's; in model/remote.py planner and grounder play the actor."""
+    nodes = list(ast.walk(tree(file)))
+    docs = {id(n.body[0].value) for n in nodes
             if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(n)}
-    said = [n.value for n in ast.walk(tree(file)) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    said = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)
             and id(n) not in docs]
-    said += [getattr(n, name) for n in ast.walk(tree(file)) for name in ("id", "attr", "arg", "name")
+    said += [getattr(n, name) for n in nodes for name in ("id", "attr", "arg", "name")
              if isinstance(getattr(n, name, None), str)]
-    named = {word for word in said if re.search(r"(?<![a-z])(actor|decomposer)(?![a-z])", word)}
+    named = {word for word in said if re.search(r"(?<![A-Za-z])(actor|decomposer)(?![a-z])", word)}
     assert named <= ({"actor"} if file.stem == "remote" else set()), named
 
 

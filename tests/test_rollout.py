@@ -394,10 +394,7 @@ def test_the_log_has_every_field_and_no_secret(site, tmp_path, monkeypatch):
     ]
     step = lines[0]["steps"][1]
     assert step["point"] == [60, 60] and step["calls"] == ["click(x=60, y=60)"] and step["n_tokens"] == 1
-    shots = {e[name] for e in lines for name in ("first_shot", "final_shot")} | {
-        s["shot"] for e in lines for s in e["steps"]
-    }
-    assert shots == {
-        f"shots/{p.name}" for p in (tmp_path / "shots").iterdir()
-    }  # equal pictures are stored once
+    shots = {e[name] for e in lines for name in ("first_shot", "final_shot")}
+    shots |= {s["shot"] for e in lines for s in e["steps"]}
+    assert shots == {f"shots/{p.name}" for p in (tmp_path / "shots").iterdir()}     # equal pictures once
     assert lines[0]["first_shot"] == lines[1]["first_shot"] and len(rollout.__doc__.splitlines()) <= 25

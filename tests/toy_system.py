@@ -3,8 +3,6 @@
 import sys
 from dataclasses import dataclass
 
-import torch
-
 import grpo_hier
 import rollout
 from grpo_hier import clipped, draw, ratio, rewards  # noqa: F401  (a system has what it keeps)
@@ -43,14 +41,13 @@ def credit(groups, cfg, networks):
             ramp = [(u + 1) * (R + 1 - V) for u in range(len(sample.response_ids))]
             rows["writer"].append(Row(sample, ramp))
             rows["critic"].append(Row(sample, places=place, target={"v": R + 1}))
-    beside = [{"seen": 1.0} for _ in all_episodes(groups)]
-    return Credit(rows, {"steps_seen": (len(rows["writer"]), 1)}, beside)
+    return Credit(rows, {"steps_seen": (len(rows["writer"]), 1)}, [{} for _ in all_episodes(groups)])
 
 
 def loss(role, m, B, cfg):
     if role == "critic":
-        errors = torch.stack([(v["v"][0] - row.target["v"]).square() for v, row in zip(m.values, m.rows)])
-        return errors.sum() / B, {"error": errors.detach().sum()}
+        error = sum((v["v"][0] - row.target["v"]).square() for v, row in zip(m.values, m.rows))
+        return error / B, {"error": error.detach()}
     term_NT = clipped(ratio(m.logp_NT, m.logp_old_NT), m.adv_NT, cfg.eps)
     return -(term_NT * m.mask_NT).sum() / B, {"clip": 0.0, "kl": 0.0}
 
