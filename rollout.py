@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 from tqdm import tqdm
 
@@ -202,7 +203,7 @@ class Pool(contextlib.AbstractContextManager):
         self.closing = threading.Event()
         self.waiting: set[Future] = set()         # those without an answer
         self.live: set[int] = set()               # ids of the Episodes under way
-        self.spent = Counter(generation=0.0)      # seconds in models that answer here, and their batches
+        self.spent: Any = Counter(generation=0)   # seconds in models that answer here, and their batches
         servers = itertools.cycle([ws.strip() for ws in cfg.browser_ws.split(",")])
         self.sessions = [Session(env, cfg, self.watchdog, next(servers)) for _ in range(cfg.threads)]
         self.threads = [threading.Thread(target=self._work, args=(session,), daemon=True, name=f"browser-{i}")
@@ -295,8 +296,8 @@ class Pool(contextlib.AbstractContextManager):
         start = time.monotonic()
         group.plans = [Plan(k) for k in range(K)]
         kinds, error, _ = self._attempt(session, look)
-        told = {"error": error, "fault": kinds[-1] if error else "", "secrets": session.secrets,
-                "seconds": time.monotonic() - start}
+        told: dict[str, Any] = {"error": error, "fault": kinds[-1] if error else "",
+                                "secrets": session.secrets, "seconds": time.monotonic() - start}
         group.episodes = [[Episode(group, plan, m, request_seed(*key, plan.k, m), **told) for m in range(M)]
                           for plan in group.plans]
         group.episodes[0][0].retried = kinds[:-1] if error else kinds

@@ -251,7 +251,7 @@ def switches(cfg: Config) -> dict:
 
 
 def of_micro_batches(cfg: Config, ours: "Ours") -> dict:
-    """How rows of mixed lengths are cut: by their length against as they come, by tokens against by number."""
+    """How rows of mixed lengths are cut: by length against as they come, by tokens against by number."""
     mixed = ours.policy.sample([replace_user(q, " word" * (150 * (i % 4 == 0))) for i, q in
                                 enumerate(ours.requests(cfg))])
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in mixed]

@@ -29,9 +29,9 @@ WORDS = ("open the order page filter by status choose a customer write the addre
 PAINTED = """await new Promise(done => requestAnimationFrame(() => setTimeout(done, 0)));
   return performance.now() - t;"""
 TIMED = """async ([id, value]) => { const el = document.getElementById(id), t = performance.now();
-  el.value = value; el.dispatchEvent(new Event(el.type === 'search' ? 'input' : 'change')); %s }""" % PAINTED
+  el.value = value; el.dispatchEvent(new Event(el.type === 'search' ? 'input' : 'change')); PAINTED }""".replace("PAINTED", PAINTED)
 PRESSED = """async key => { const t = performance.now();
-  document.body.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true})); %s }""" % PAINTED
+  document.body.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true})); PAINTED }""".replace("PAINTED", PAINTED)
 FIRST_PAINT = """() => new Promise(done => new PerformanceObserver(list => {
   const paint = list.getEntries().find(e => e.name === 'first-contentful-paint');
   if (paint) done(paint.startTime); }).observe({type: 'paint', buffered: true}))"""
@@ -53,7 +53,7 @@ def fabricate(directory: Path, n: int, pictures: int, rng: random.Random, size=(
     for i in range(pictures):
         image = Image.new("RGB", size, tuple(rng.randrange(180, 256) for _ in range(3)))
         draw = ImageDraw.Draw(image)
-        for row in range(12):
+        for _ in range(12):
             x, y = rng.randrange(size[0] // 2), rng.randrange(size[1])
             draw.rectangle([x, y, x + rng.randrange(40, size[0] // 2), y + size[1] // 30], fill="slategray")
             draw.text((x + 4, y + 4), " ".join(rng.choices(WORDS, k=5)), fill="white")

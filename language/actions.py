@@ -19,6 +19,7 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 
 class ActionError(Exception):
@@ -94,11 +95,12 @@ def as_keys(value):
     return as_key_list(value) if isinstance(value, (list, tuple)) else as_text(value)
 
 
-REQUIRED = object()
+REQUIRED: Any = object()
 XY = {"x": (as_number, None), "y": (as_number, None)}
 XY_REQUIRED = {"x": (as_number, REQUIRED), "y": (as_number, REQUIRED)}
 BUTTON = {"button": (("left", "right", "middle"), "left")}
-SIGNATURES = {  # name: {argument: (type or the allowed words, default)}, in the order of the positional form
+# name: {argument: (type or the allowed words, default)}, in the order of the positional form
+SIGNATURES: dict[str, dict[str, tuple[Any, Any]]] = {
     "click": XY | {"clicks": (as_count, 1)} | BUTTON,
     "doubleClick": XY | BUTTON,
     "tripleClick": XY | BUTTON,

@@ -110,11 +110,12 @@ def libra_calls(said: dict) -> list[tuple[str, dict]]:
     point = said.get("point_2d")
     there = isinstance(point, list) and len(point) == 2 and all(isinstance(n, (int, float)) and n >= 0
                                                                 for n in point)
-    at = dict(zip("xy", point)) if there else {}
+    at = dict(zip("xy", point or ())) if there else {}
     if kind in ("click", "select", "longpress") and not at:
         raise ActionError(f"{kind}: point_2d {str(point)[:40]} is no place")
     keys = ("hotkey", {"args": [value]}) if "+" in value.strip("+") else ("press", {"keys": value})
-    known = {"click": [("click", at)], "select": [("click", at)], "longpress": [("long_press", at)],
+    known: dict[str, list] = {
+             "click": [("click", at)], "select": [("click", at)], "longpress": [("long_press", at)],
              "write": [("click", at)] * bool(at) + [("write", {"message": value})], "keyboardpress": [keys],
              "scroll": [("swipe", {"direction": OPPOSITE.get(value.lower(), value)})],
              "swipe": [("swipe", {"direction": value})], "wait": [("wait", {"seconds": value or 3})],

@@ -44,8 +44,8 @@ def parse_plan(text: str, limit: int = 5) -> list[Subtask]:
     an item belong to it.
     """
     if _SUBTASK.search(text):
-        sections = _SECTION.split(text)
-        bodies = dict(zip((name.upper() for name in sections[1::2]), sections[2::2]))
+        sections: list[str] = _SECTION.split(text)
+        bodies: dict[str, str] = dict(zip((name.upper() for name in sections[1::2]), sections[2::2]))
         subtasks = _appendix_subtasks(bodies.get("SUBTASKS", sections[0]))
     else:
         pieces = re.split(r"^[ \t]*(\d+)[.)][ \t]+", text, flags=re.M)

@@ -56,7 +56,7 @@ class Prompts:
         the one at the start). `images`: the i for which there is one."""
         words = {"TASK": task} | {f"STEP_{k}": step for k, step in enumerate(steps, 1)}
         shots = {"STARTING_IMAGE": 0} | {f"IMAGE_AFTER_STEP_{k}": k for k in range(1, len(steps) + 1)}
-        parts = [""]
+        parts: list = [""]
         for i, piece in enumerate(re.split(r"\{(\w+)\}", _unroll(self.texts["teacher"], len(steps)))):
             if i % 2 and shots.get(piece) in images:
                 parts += [shots[piece], ""]

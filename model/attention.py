@@ -39,7 +39,9 @@ def pieces_of(lengths: list[int]) -> Pieces:
 def pieces_to(pieces: Pieces, device) -> Pieces:
     """The same pieces with their indices on `device`."""
     order, inverse, shapes = pieces
-    return pieces if order is None else Pieces(order.to(device), inverse.to(device), shapes)
+    if order is None or inverse is None:
+        return pieces
+    return Pieces(order.to(device), inverse.to(device), shapes)
 
 
 def attend_within(q, k, v, pieces: Pieces, causal: bool, scale: float | None) -> torch.Tensor:

@@ -126,7 +126,11 @@ class Server:
 
     def __init__(self, url: str):
         import openai
-        self.url, self.live, self.busy, self.fault, self.reviving = url, False, 0, "never reached", None
+        self.url = url
+        self.live = False
+        self.busy = 0
+        self.fault = "never reached"
+        self.reviving: asyncio.Task | None = None
         self.client = openai.AsyncOpenAI(base_url=url, api_key=os.environ.get("VLLM_API_KEY") or "none",
                                          timeout=openai.Timeout(ANSWER, connect=CONNECT), max_retries=0)
 

@@ -87,13 +87,15 @@ def request_body(api: str, model: str, system: str, turns, max_output_tokens: in
     them. The Responses API has no seed."""
     messages = messages_of(api, turns, detail)
     if api == "responses":
-        first = {"instructions": system} if system else {}
-        body = {"model": model, "store": False} | first | {"input": messages}
-        options = {"max_output_tokens": max_output_tokens or None, "temperature": temperature,
+        body: dict = {"model": model, "store": False, "input": messages}
+        if system:
+            body["instructions"] = system
+        options: dict = {"max_output_tokens": max_output_tokens or None, "temperature": temperature,
                    "reasoning": {"effort": reasoning} if reasoning else None}
     else:
-        first = [{"role": "system", "content": system}] if system else []
-        body = {"model": model, "messages": first + messages}
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        body = {"model": model, "messages": messages}
         options = {"max_completion_tokens": max_output_tokens or None, "temperature": temperature,
                    "seed": seed, "reasoning_effort": reasoning or None}
     return body | {k: v for k, v in options.items() if v is not None}
@@ -274,6 +276,7 @@ class Client:
                     self.on_wait(pause)
             self.count(retries=1)
             self.stopped.wait(pause)
+        raise AssertionError("tries are without end")
 
     def _once(self, body: dict, headers: dict) -> tuple[dict, Answer]:
         import openai

@@ -112,7 +112,8 @@ def build(roles: list[Role], cfg, device: str) -> tuple[dict, dict]:
 
     `cfg`: lora_r, lora_alpha, dtype, seed, checkpointing, adam_eps. A role on a server has no network here.
     """
-    networks, optimizers = {}, {}
+    networks: dict[str, Policy | Critic] = {}
+    optimizers = {}
     order = sorted(enumerate(roles), key=lambda item: item[1].kind == "critic")     # who reads comes after
     for i, role in order:
         settings = {"r": cfg.lora_r, "alpha": cfg.lora_alpha, "device": device, "dtype": cfg.dtype,

@@ -10,6 +10,7 @@ the whole batch and ends in one step; the micro-batches are a matter of memory. 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -45,14 +46,14 @@ class Micro:
     """A micro-batch as an objective sees it. A policy's tensors are (N, T), right-padded with 0 where mask_NT
     is 0; a critic has `values` only, head -> tensor for each row."""
     rows: list[Row]
-    logp_NT: torch.Tensor | None = None              # with gradient
-    logp_old_NT: torch.Tensor | None = None          # before the update (PAPER-GAP 4)
-    logp_ref_NT: torch.Tensor | None = None          # of the base without adapter; only where β > 0
-    logp_sampler_NT: torch.Tensor | None = None      # what the sampler said
-    mask_NT: torch.Tensor | None = None
-    adv_NT: torch.Tensor | None = None
-    values: list | None = None                       # with gradient
-    values_old: list | None = None                   # before the update
+    logp_NT: Any = None                              # with gradient
+    logp_old_NT: Any = None                          # before the update (PAPER-GAP 4)
+    logp_ref_NT: Any = None                          # of the base without adapter; only where β > 0
+    logp_sampler_NT: Any = None                      # what the sampler said
+    mask_NT: Any = None
+    adv_NT: Any = None
+    values: list = field(default_factory=list)       # with gradient
+    values_old: list = field(default_factory=list)   # before the update
 
     @property
     def T_N(self) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Ledger:
 
     def _take_back(self, left_out: dict[str, dict]) -> None:
         """From quarantine among what is to be asked again, first there and then no longer here."""
-        lines = [{"id": name, "usage": usage} for name, usage in left_out.items()]
+        lines: list[dict] = [{"id": name, "usage": usage} for name, usage in left_out.items()]
         self.again |= {line["id"]: line for line in lines}
         runtime.append_jsonl(beside(self.out, "again"), lines)
         runtime.rewrite_jsonl(beside(self.out, "quarantine"), lambda o: "usage" not in o)

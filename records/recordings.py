@@ -133,7 +133,7 @@ def _entry(name: str, value, meta: Path) -> Entry:
     if not annotation.is_file():
         raise runtime.UserError(f"meta file {meta}: {name} has no annotation file {annotation}")
     repeat = _repeat(value.get("repeat_time", 1), meta)
-    platform = _platform(value.get("conv_style", ""), annotation.name, root, name)
+    platform = _platform(value.get("conv_style", ""), annotation.name, str(root), name)
     return Entry(name, root, annotation, repeat, platform)
 
 

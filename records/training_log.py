@@ -22,7 +22,7 @@ def count(groups: list[Group], roles: list[Role]) -> tuple[Shares, Counter]:
     episodes = all_episodes(groups)
     known = [e.reward for e in episodes if e.reward is not None]
     n = len(episodes)
-    shares = {"reward_mean": (sum(known), len(known)), "infra_rate": (n - len(known), n),
+    shares: Shares = {"reward_mean": (sum(known), len(known)), "infra_rate": (n - len(known), n),
               "unparsable_rate": (sum(e.status == "unparsable" for e in episodes), n),
               "steps_mean": (sum(len(e.steps) for e in episodes), n)}
     samples = all_samples(groups)

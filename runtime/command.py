@@ -13,7 +13,7 @@ import io
 import sys
 import tomllib
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from runtime.errors import ROOT, UserError, remedy
 
@@ -85,12 +85,13 @@ def parse_args(Config, argv=None, program=None, stage=None, note="", *parents, w
     for f in dataclasses.fields(Config):
         required = f.default is dataclasses.MISSING
         shown = "required" if required else f"default {f.default!r}"
-        alone = {"nargs": "?", "const": True} if f.type is bool else {}     # --flag is --flag true
-        parser.add_argument(f"--{f.name}", type=_boolean if f.type is bool else f.type,
-                            metavar=f.type.__name__.upper(), **alone,
-                            help=f"{comments.get(f.name, '')} ({shown})".strip().replace("%", "%%"))
-    args, rest = parser.parse_known_args(argv)
-    args = vars(args)
+        told: dict[str, Any] = {"type": f.type, "metavar": getattr(f.type, "__name__", "").upper()}
+        if f.type is bool:                        # --flag is --flag true
+            told |= {"type": _boolean, "nargs": "?", "const": True}
+        told["help"] = f"{comments.get(f.name, '')} ({shown})".strip().replace("%", "%%")
+        parser.add_argument(f"--{f.name}", **told)
+    known_args, rest = parser.parse_known_args(argv)
+    args = vars(known_args)
     args |= left_over(rest, words, args)
     values, known = {}, {f.name for f in dataclasses.fields(Config)}
     for preset in args.pop("preset"):
@@ -153,9 +154,9 @@ def field_comments(Config) -> dict[str, str]:
     comments = {}
     for cls in reversed(Config.__mro__[:-1]):     # without `object`; the nearest class has the last word
         lines = inspect.getsource(cls).splitlines()
-        body = ast.parse(inspect.cleandoc("\n".join(lines))).body[0].body
-        comments |= {node.target.id: lines[node.end_lineno - 1].partition("#")[2].strip()
-                     for node in body if isinstance(node, ast.AnnAssign)}
+        parsed: Any = ast.parse(inspect.cleandoc("\n".join(lines))).body[0]
+        fields: list[Any] = [node for node in parsed.body if isinstance(node, ast.AnnAssign)]
+        comments |= {node.target.id: lines[node.end_lineno - 1].partition("#")[2].strip() for node in fields}
     return comments
 
 

@@ -25,6 +25,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 
 import psutil
@@ -79,7 +80,10 @@ class Watchdog:
     """One thread that ends what goes beyond its bounds, for all browsers that it watches. `memory` in MB."""
 
     def __init__(self, memory: float):
-        self.memory, self.watched, self.lock, self.thread = memory * 2**20, [], threading.Lock(), None
+        self.memory = memory * 2**20
+        self.watched: list[Chromium] = []
+        self.lock = threading.Lock()
+        self.thread: threading.Thread | None = None
         self.bell = threading.Event()             # never rings: only for its bounded wait
 
     def watch(self, browser: "Chromium") -> None:
@@ -129,7 +133,8 @@ class Chromium:
 
     def __init__(self, watchdog: Watchdog, server: str = ""):
         self.watchdog, self.server = watchdog, server         # ws:// of a Playwright server, "" for none
-        self.playwright = self.browser = None
+        self.playwright: Any = None
+        self.browser: Any = None
         self.process = self.driver = None         # psutil's, of Chromium and of Playwright's driver
         self.token = uuid.uuid4().hex             # a switch by which the browser's process is known
         self.due = self.deadline = float("inf")   # monotonic s, of the present operation and of the episode

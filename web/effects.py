@@ -5,6 +5,7 @@ the others are an ActionError, whose text is for the model. Nothing here imports
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -285,7 +286,7 @@ def _open_url(page, settings, url):
         raise ActionError(f"open_url: {str(e).splitlines()[0][:200]}") from e
 
 
-EFFECTS = {  # what is missing here is not done in a browser; what one returns is a note
+EFFECTS: dict[str, Callable] = {  # what is missing here is not done in a browser; what one returns is a note
     "click": _click,
     "doubleClick": partial(_click, clicks=2),
     "tripleClick": partial(_click, clicks=3),

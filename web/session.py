@@ -18,6 +18,7 @@ import re
 import time
 from collections import Counter
 from functools import partial
+from typing import Any
 from urllib.parse import urlsplit
 
 from language import actions
@@ -62,12 +63,12 @@ class Session(Chromium):
         super().__init__(watchdog or Watchdog(cfg.memory), server)
         self.env = env
         self.cfg = cfg
-        self.context = None
-        self.page = None
+        self.context: Any = None
+        self.page: Any = None
         self.notes = []
         self.allowed = ()
         self.secrets = set()
-        self.spent = Counter(busy=0.0, model=0.0, settle=0.0)
+        self.spent: Any = Counter(busy=0, model=0, settle=0)
         self.hosts = set()                        # those that the browser resolves
         self.opened = 0                           # tasks in this browser
         self.home = "about:blank"

@@ -105,10 +105,10 @@ class WebArena(Environment):
         self.log = log or (lambda text: print(text, file=sys.stderr))
         self.visits: dict[int, Visit] = {}          # by session; each is touched by its session's thread only
         self.checked, self.said, self.lock = set(), set(), threading.Lock()
-        ports = {urlsplit(r.address).port for s in self.sites.values() if s for r in s.replicas} - {None}
+        ports = {urlsplit(r.address).port for s in self.sites.values() if s for r in s.replicas}
         # Chromium refuses some ports (6665-6669, say) unless they are named
-        allowed = ",".join(map(str, sorted(ports)))
-        self.browser_args = [f"--explicitly-allowed-ports={allowed}"] if ports else []
+        allowed = ",".join(str(port) for port in sorted(port for port in ports if port))
+        self.browser_args = [f"--explicitly-allowed-ports={allowed}"] if allowed else []
 
     # -- tasks
     def tasks(self, split: str) -> list[Task]:
@@ -136,7 +136,7 @@ class WebArena(Environment):
     def _task(self, task: dict, label: str) -> Task:
         site = task["sites"][0] if len(task["sites"]) == 1 else "multi"
         changes = changes_state(task)
-        own = [self.sites[s] for s in sites_of(task) if s not in READ_ONLY and self.sites.get(s)]
+        own = [site for s in sites_of(task) if s not in READ_ONLY and (site := self.sites.get(s))]
         lasting = changes and any(not replica.reset for s in own for replica in s.replicas)
         return Task(f"{label}/{task['task_id']}", site, task["intent"], 0, task, changes, lasting)
 
@@ -144,13 +144,14 @@ class WebArena(Environment):
     def origins(self, task: Task) -> list[str]:
         """All replicas' addresses; once one is leased, `open` narrows the session to it."""
         names = sites_of(task.data)
-        own = [r.address for s in names if self.sites.get(s) for r in self.sites[s].replicas]
+        own = [r.address for s in names if (there := self.sites.get(s)) for r in there.replicas]
         return sorted({origin(u) for u in (*own, *starts_of(task.data)) if "://" in u})
 
     def open(self, task: Task, session) -> str:
         """Lease, reset, log in, and bring up the start pages, the first one in front."""
         self.leave(session)
-        wanted = [(self.sites[s], task.changes_state and s not in READ_ONLY) for s in sites_of(task.data)]
+        wanted = [(there, task.changes_state and s not in READ_ONLY) for s in sites_of(task.data)
+                  if (there := self.sites[s])]
         with session.paused():
             visit = self.visits[id(session)] = Visit(task.data, self.leases.acquire(wanted))
             for lease in visit.leases:

@@ -20,6 +20,7 @@ import html
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from sites.webarena.rules import PROFILES, RULES, Profile, Unknown
@@ -103,7 +104,7 @@ def parse_helper(text: str) -> tuple[Callable, list]:
     """`func:name('literal', __page__)` -> the function and its arguments, PAGE for the page. Nothing is
     evaluated: Unknown for any other name, form, or number and kind of arguments."""
     try:
-        call = ast.parse(text.removeprefix("func:").strip(), mode="eval").body
+        call: Any = ast.parse(text.removeprefix("func:").strip(), mode="eval").body
     except (SyntaxError, ValueError):
         raise Unknown(f"the helper call {text!r} cannot be read") from None
     name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None
@@ -136,8 +137,8 @@ class Case:
     rules: dict
     intent: str
     answer: str
-    page: object        # the agent's; moved along where the profile's targets navigate it
-    browser: object
+    page: Any           # the agent's; moved along where the profile's targets navigate it
+    browser: Any
     judge: Callable
     profile: Profile
 
