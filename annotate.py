@@ -318,9 +318,9 @@ def stats(cfg: Config) -> None:
     """Table 3 of the output beside the paper's numbers, the cost so far and what is left."""
     if not Path(cfg.out).is_file():
         raise UserError(f"no annotations at {cfg.out}; write them with annotate.py --out {cfg.out}")
-    rows = {"Total": Counter()}
+    rows: dict[str, Counter] = {"Total": Counter()}
     spent = llm.Spent(cfg.prices)
-    ids = set()
+    ids: set[str] = set()
     for line in each_jsonl(Path(cfg.out), keys=KEYS):
         ids.add(line["id"])
         spent.add(line["usage"])
@@ -344,15 +344,15 @@ def print_table_3(rows: dict[str, Counter]) -> None:
     print(f"{'platform':10}" + "    ".join(2 * [f"{'examples':>10}{'subtasks':>10}{'unneeded':>10}"]))
     *known, total = paper
     for name in [*known, *(name for name in rows if name not in paper), total]:
-        ours = rows.get(name, Counter())
-        shown = f"{ours['n']:>10,}"
-        if n := ours["n"]:
-            shown += f"{ours['subtasks'] / n:>10.2f}{ours['unnecessary'] / n:>10.1%}"
+        sums = rows.get(name, Counter())
+        ours = f"{sums['n']:>10,}"
+        if sums["n"]:
+            ours += f"{sums['subtasks'] / sums['n']:>10.2f}{sums['unnecessary'] / sums['n']:>10.1%}"
         theirs = ""
         if name in paper:
             n, subtasks, share = paper[name]
             theirs = f"{n:>10}{subtasks:>10}{share:>9}%"
-        print(f"{name:10}{shown:30}    {theirs}".rstrip())
+        print(f"{name:10}{ours:30}    {theirs}".rstrip())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ answers, wrong forms; some questions always get the same bad one. `annotate.py` 
 times and started again. `rate_vs_server`: requests the server finished while it had any, per second, over
 what it can do (limit / latency), in the last, unbroken run; `rss_growth_mb`: of that run, from its first
 tenth to its end (of `memory` too; its `index_mb` is what opening the files takes). `Faulty` and `make_data`
-are also what tests/test_annotate.py uses.
+are also what the tests of annotate.py use.
 """
 
 import hashlib

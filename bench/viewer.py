@@ -29,9 +29,10 @@ WORDS = ("open the order page filter by status choose a customer write the addre
 PAINTED = """await new Promise(done => requestAnimationFrame(() => setTimeout(done, 0)));
   return performance.now() - t;"""
 TIMED = """async ([id, value]) => { const el = document.getElementById(id), t = performance.now();
-  el.value = value; el.dispatchEvent(new Event(el.type === 'search' ? 'input' : 'change')); PAINTED }""".replace("PAINTED", PAINTED)
+  el.value = value; el.dispatchEvent(new Event(el.type === 'search' ? 'input' : 'change')); PAINTED }"""
 PRESSED = """async key => { const t = performance.now();
-  document.body.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true})); PAINTED }""".replace("PAINTED", PAINTED)
+  document.body.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true})); PAINTED }"""
+TIMED, PRESSED = (script.replace("PAINTED", PAINTED) for script in (TIMED, PRESSED))
 FIRST_PAINT = """() => new Promise(done => new PerformanceObserver(list => {
   const paint = list.getEntries().find(e => e.name === 'first-contentful-paint');
   if (paint) done(paint.startTime); }).observe({type: 'paint', buffered: true}))"""

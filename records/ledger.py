@@ -63,9 +63,9 @@ class Ledger:
 
     def _take_back(self, left_out: dict[str, dict]) -> None:
         """From quarantine among what is to be asked again, first there and then no longer here."""
-        lines: list[dict] = [{"id": name, "usage": usage} for name, usage in left_out.items()]
-        self.again |= {line["id"]: line for line in lines}
-        runtime.append_jsonl(beside(self.out, "again"), lines)
+        lines: dict[str, dict] = {name: {"id": name, "usage": usage} for name, usage in left_out.items()}
+        self.again |= lines
+        runtime.append_jsonl(beside(self.out, "again"), list(lines.values()))
         runtime.rewrite_jsonl(beside(self.out, "quarantine"), lambda o: "usage" not in o)
 
     def first(self, name: str) -> llm.Answer | None:
@@ -76,7 +76,7 @@ class Ledger:
     def _total(self, name: str, usage: dict) -> dict:
         """All that this trajectory has cost; `usage` is new."""
         self.spent.add(usage)
-        total = Counter(self.again.pop(name, {}).get("usage"))
+        total: Counter = Counter(self.again.pop(name, {}).get("usage"))
         total.update(usage)
         return dict(total)
 
@@ -133,7 +133,7 @@ def beside(out, name: str) -> Path:
     return Path(f"{out}.{name}.jsonl")
 
 
-# -------------------------------------------------------------------------------------------- when it stops
+# ---------------------------------------------------------------------------------------------- when it stops
 class Stop:
     """Why no further question is asked; "" while there is no reason. Ctrl-C is one: what is under way is
     still awaited, and written, unless it is pressed again. `left_open`: what to say at the end."""

@@ -354,8 +354,8 @@ def plan_distance(texts: list[str]) -> float:
 def following(plans: list) -> dict:
     """How much the plan decides what the actor does: action sequences compared within a plan and between
     plans of a task. Numbers are compared in steps of 20, so that two clicks on one button are one action."""
-    same = []
-    other = []
+    same: list[float] = []
+    other: list[float] = []
     for g in plans:
         if len({p[0].get("plan") for p in g}) < 2:
             continue

@@ -233,8 +233,10 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 from runtime import only_process
 with only_process(Path({path!r})):
-    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
-    print(multiprocessing.active_children()[0].pid, flush=True)
+    def worker():
+        print(os.getpid(), flush=True)            # it runs, so what happens at a fork has happened
+        time.sleep(600)
+    multiprocessing.get_context("fork").Process(target=worker).start()
     time.sleep(600)
 """
 
