@@ -36,20 +36,10 @@ from tqdm import tqdm
 from language.plans import Subtask, format_plan
 from language.prompts import Prompts, load_prompts
 from model import flops
-from model.attention import separate_records
-from model.backbone import load_model, need_model, parameter_count, recompute_activations
+from model.backbone import need_model, parameter_count
 from model.inputs import Inputs
 from model.paths import load_sharded, need_room, with_models
-from model.sharded import (
-    Checkpoints,
-    TargetLogp,
-    answers,
-    clip_and_step,
-    gathered,
-    on_device,
-    shard,
-    write_hf,
-)
+from model.sharded import Checkpoints, answers, build, clip_and_step, gathered, on_device, write_hf
 from records import examples, recordings, trajectories
 from records.answers import score, target
 from records.examples import Examples
@@ -110,10 +100,12 @@ class Config:
 
     @property
     def learns(self) -> Examples:
+        """What the role learns."""
         return examples_of(self.system)[self.role]
 
     @property
     def needs_plans(self) -> bool:
+        """Whether the examples are made with stage 1's decompositions."""
         return self.use_plan or self.learns.one_a_trajectory
 
 
@@ -194,19 +186,7 @@ def datasets(cfg: Config, inputs: Inputs, world, run: Path) -> tuple[examples.St
             examples.Steps(source, held, cfg.global_batch, shape, world.rank, world.size, None))
 
 
-# -------------------------------------------------------------------------------------------------- the model
-def build(cfg: Config, world):
-    """Model, ready to train on this rank: trainable float32 parameters, sharded where there are several."""
-    model = separate_records(load_model(cfg.model, world.device, "float32"))
-    if cfg.freeze_vision:
-        model.model.visual.blocks.requires_grad_(False)
-        model.model.visual.patch_embed.requires_grad_(False)
-    if cfg.checkpointing:
-        recompute_activations(model)
-    module = TargetLogp(model.train())
-    return shard(module, getattr(torch, cfg.dtype)) if world.size > 1 else module
-
-
+# ----------------------------------------------------------------------------------------------- the schedule
 def learning_rate(step: int, steps: int, cfg: Config) -> float:
     """Linear warm-up over warmup_ratio of the steps, then cosine to 0."""
     warmup = max(1, round(cfg.warmup_ratio * steps))

@@ -38,6 +38,7 @@ import runtime
 import sft
 from demo import tiny_model
 from model.inputs import Inputs
+from model.sharded import build
 from records import examples, recordings
 
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
@@ -98,7 +99,7 @@ def ours(cfg: Config) -> list[float]:
     inputs = Inputs(stage.model)
     steps, _ = sft.datasets(stage, inputs, world, Path(stage.run_dir))
     blank = examples.collate([steps.source.blank()], inputs, True)
-    module = sft.build(stage, world)
+    module = build(stage, world)
     optimizer = torch.optim.AdamW(module.parameters(), lr=stage.lr, weight_decay=0.0)
     ends = []
     for k, item in enumerate(sft.timed(steps.load(0, len(steps), cfg.workers, "cpu"))):

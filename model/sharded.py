@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from model.attention import pieces_to
-from model.backbone import forward_hidden
+from model.attention import pieces_to, separate_records
+from model.backbone import forward_hidden, load_model, recompute_activations
 from model.inputs import Inputs
 from model.paths import alone, load_sharded
 from model.policy import GumbelSampler, decode, token_logp
@@ -86,14 +86,27 @@ def clip_and_step(module, optimizer, lr: float, max_norm: float) -> float:
 
 
 # --------------------------------------------------------------------------------------------------- sharding
+def build(cfg, world) -> TargetLogp:
+    """The model, ready to train on this rank: float32 parameters, sharded where there are several ranks.
+    `cfg`: model, dtype, freeze_vision, checkpointing."""
+    model = separate_records(load_model(cfg.model, world.device, "float32"))
+    if cfg.freeze_vision:
+        model.model.visual.blocks.requires_grad_(False)
+        model.model.visual.patch_embed.requires_grad_(False)
+    if cfg.checkpointing:
+        recompute_activations(model)
+    module = TargetLogp(model.train())
+    return shard(module, getattr(torch, cfg.dtype)) if world.size > 1 else module
+
+
 def shard(module: TargetLogp, dtype: torch.dtype) -> TargetLogp:
     """FSDP2 over all ranks, one group of parameters per decoder layer and vision block, the rest in one."""
-    precision = {"param_dtype": dtype, "reduce_dtype": torch.float32}
+    whole = MixedPrecisionPolicy(dtype, torch.float32)
     # a block's inputs keep their dtype: the vision tower's rotary angles are float32
-    inner = MixedPrecisionPolicy(**precision, cast_forward_inputs=False)
+    inner = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for block in [*module.model.model.language_model.layers, *module.model.model.visual.blocks]:
         fully_shard(block, mp_policy=inner)
-    fully_shard(module, mp_policy=MixedPrecisionPolicy(**precision))
+    fully_shard(module, mp_policy=whole)
     register_fsdp_forward_method(module, "decode")
     return module
 

@@ -78,7 +78,7 @@ def plans_of_records(meta: str, plans: dict[str, str], first_only: bool) -> dict
     if not plans:
         return {}
     number = {id: n for n, id in enumerate(plans)}
-    found = {}
+    found: dict[str, int] = {}
     for t in trajectories.TrajectoryFiles(meta, recordings.Quarantine()):
         if t.id in plans:
             steps = t.steps[:1] if first_only else t.steps

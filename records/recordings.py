@@ -69,7 +69,7 @@ class Quarantine:
 
     def __init__(self, path: str | Path = ""):
         self.path = path
-        self.counts = Counter()
+        self.counts: Counter[str] = Counter()
         self.seen = {o["where"] for o in runtime.rewrite_jsonl(path, lambda o: True)} if path else set()
 
     def note(self, what: str, n: int = 1) -> None:
@@ -145,7 +145,7 @@ def _repeat(value, path) -> float:
     return float(number[1]) / (100 if number[2] else 1)
 
 
-def _platform(*texts: str) -> str:
+def _platform(*texts) -> str:
     """Table 3's platform, from the first text that names one. PAPER-GAP: `mobile` counts as Android."""
     for text in texts:
         for word in re.findall(r"[a-z]+[0-9]?[a-z]+", str(text).lower()):

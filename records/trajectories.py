@@ -45,7 +45,7 @@ class Trajectory:
         history."""
         known = {len(r.history): r for r in self.steps}
         last = self.steps[-1]
-        out: list = []
+        out: list[tuple[str, Path | None]] = []
         for k in range(len(last.history) + 1):
             if k in known:
                 calls = "; ".join(map(actions.format_call, known[k].calls))

@@ -249,7 +249,7 @@ model/inputs.py: only one end is known
 + [self.end_id]
 
 model/policy.py: decoded on after the end
-- if drawn[i][0][-1] not in self.inputs.stop_ids and len(
+- if drawn[i][0][-1] not in stop_ids and len(
 + if len(
 
 model/policy.py: limit of the longest request for all

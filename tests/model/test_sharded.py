@@ -4,10 +4,9 @@ import pytest
 import torch
 from recorded import config, corpus, encoded, source  # noqa: F401  (fixtures)
 
-import sft
 from model.attention import separate_records
 from model.backbone import load_model
-from model.sharded import TargetLogp, answers
+from model.sharded import TargetLogp, answers, build
 from records import examples
 from runtime import World
 
@@ -36,7 +35,7 @@ def test_a_sharded_tower_keeps_its_angles_in_float32(corpus, tiny_model, source,
     """FSDP2 would cast the rotary angles to bfloat16 together with the other inputs of a vision block."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        module = sft.build(config(corpus, tiny_model, tmp_path, dtype="bfloat16"), World(0, 2))
+        module = build(config(corpus, tiny_model, tmp_path, dtype="bfloat16"), World(0, 2))
         seen = []
         module.model.model.visual.blocks[0].register_forward_pre_hook(
             lambda _, args, kwargs: seen.append((args[0].dtype, kwargs["position_embeddings"][0].dtype)),
