@@ -1,7 +1,5 @@
 """WebArena, WebArena-Lite and WebArena-Lite-v2 as an environment: real tasks and sites, honest rewards.
 
-    python -m sites.webarena check --tasks FILE --sites FILE     # what is in a task file, and every problem
-
 `tasks` is a published task file, or a folder that holds them under the names in tasks.FILES (a
 folder of installed packages is one: libwebarena and browsergym-webarenalite bring two). Splits: train647
 (PAPER-GAP 15: the 812 minus the old_task_ids of the 165), lite165, lite_v2, all812.
@@ -26,7 +24,6 @@ import os
 import sys
 import tempfile
 import threading
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -56,7 +53,6 @@ from sites.webarena.tasks import (
     changes_state,
     members_of,
     read_split,
-    read_tasks,
     sites_of,
     starts_of,
     task_problems,
@@ -97,14 +93,19 @@ class WebArena(Environment):
         self.profiles = list(dict.fromkeys(p.strip() for p in (profile, *also.split(",")) if p.strip()))
         if unknown := [p for p in self.profiles if p not in PROFILES]:
             raise UserError(f"no evaluator profile is called {unknown[0]!r}; there are {', '.join(PROFILES)}")
-        self.source, self.patch, self.judge_model, self.auth = tasks, patch, judge, auth
+        self.source = tasks
+        self.patch = patch
+        self.judge_model = judge
+        self.auth = auth
         self.sites = load_sites(sites)
         own = Path(tempfile.gettempdir()) / f"webarena-leases-{os.getuid()}"
         self.leases = Leases(leases or own, lease_timeout)
         self.reset_timeout = reset_timeout
         self.log = log or (lambda text: print(text, file=sys.stderr))
         self.visits: dict[int, Visit] = {}          # by session; each is touched by its session's thread only
-        self.checked, self.said, self.lock = set(), set(), threading.Lock()
+        self.checked = set()                        # replicas that are where the sites file says
+        self.said = set()
+        self.lock = threading.Lock()
         ports = {urlsplit(r.address).port for s in self.sites.values() if s for r in s.replicas}
         # Chromium refuses some ports (6665-6669, say) unless they are named
         allowed = ",".join(str(port) for port in sorted(port for port in ports if port))
@@ -112,8 +113,8 @@ class WebArena(Environment):
 
     # -- tasks
     def tasks(self, split: str) -> list[Task]:
-        """The tasks of a split in the file's order, without those of sites that are null in the sites file.
-        """
+        """The tasks of a split in the file's order; those of sites that are null in the sites file are left
+        out."""
         raw, label = read_split(self.source, split)
         if self.patch:
             self.log(f"webarena: {apply_patch(raw, self.patch)} tasks patched from {self.patch}")
@@ -129,8 +130,8 @@ class WebArena(Environment):
         if judged := sum(needs_judge(t["eval"]) for t in there):
             if self.judge_model is None:
                 raise UserError(f"{label}: {judged} of {len(there)} tasks need a judge; name --judge_model")
-            getattr(self.judge_model, "client",
-                    None)       # a key that is missing is an error now, not at the end
+            # a key that is missing is an error now, not at the end
+            getattr(self.judge_model, "client", None)
         return [self._task(t, label) for t in there]
 
     def _task(self, task: dict, label: str) -> Task:
@@ -251,7 +252,9 @@ class View:
     """A Playwright page as score.py wants it."""
 
     def __init__(self, page, missing: bool = False):
-        self.page, self.missing, self.prepared = page, missing, set()
+        self.page = page
+        self.missing = missing
+        self.prepared = set()
 
     @property
     def url(self) -> str:
@@ -283,8 +286,11 @@ class Tabs:
     """`browser` for score.py: tabs of its own in the episode's context, each address loaded once."""
 
     def __init__(self, env: WebArena, session, visit: Visit):
-        self.env, self.session, self.visit = env, session, visit
-        self.agents, self.tabs = View(session.page), {}
+        self.env = env
+        self.session = session
+        self.visit = visit
+        self.agents = View(session.page)
+        self.tabs = {}
 
     def open(self, url: str) -> View:
         if url not in self.tabs:
@@ -337,7 +343,8 @@ class Judge:
     demands the key); Unknown where it gives no answer."""
 
     def __init__(self, make_client, prompts):
-        self.make_client, self.prompts = make_client, prompts
+        self.make_client = make_client
+        self.prompts = prompts
 
     @functools.cached_property
     def client(self) -> Client:
@@ -356,48 +363,10 @@ class Judge:
 
 def make(cfg) -> WebArena:
     """The environment of a stage's Config (web.environment.RolloutConfig); without a judge_model there is no
-    judge. """
-    judge = Judge(lambda: Client(cfg.judge_model, cfg.judge_base_url, cfg.judge_api, retries=4,
-                                 cache_dir=cfg.judge_cache), load_prompts(cfg.prompts))
+    judge."""
+    def client():
+        return Client(cfg.judge_model, cfg.judge_base_url, cfg.judge_api, retries=4,
+                      cache_dir=cfg.judge_cache)
+    judge = Judge(client, load_prompts(cfg.prompts))
     return WebArena(cfg.tasks, cfg.sites, cfg.profile, cfg.also, judge if cfg.judge_model else None, cfg.auth,
                     cfg.leases, cfg.patch)
-
-
-@dataclass
-class Config:
-    tasks: str                      # task file
-    sites: str = "sites.json"       # addresses, accounts, replicas and resets of the sites
-    patch: str = ""                 # repairs of annotations, by task_id
-    live: bool = False              # also ask every replica whether it answers at its address
-
-
-def check(cfg: Config) -> None:
-    """What a task file holds and every problem of it; UserError when there are some."""
-    sites = load_sites(cfg.sites)
-    raw = read_tasks(cfg.tasks)
-    patched = apply_patch(raw, cfg.patch) if cfg.patch else 0
-    tasks = [to_placeholders(t, sites) for t in raw]
-    found = [(t["task_id"], p) for t in tasks for p in task_problems(t, sites)]
-    ids = Counter(t["task_id"] for t in tasks)
-    found += [(i, f"the task_id is there {n} times") for i, n in ids.items() if n > 1]
-    bad = {task_id for task_id, _ in found}
-    readable = sum(t["task_id"] not in bad for t in tasks)
-    said = [f"{cfg.tasks}: {len(tasks)} tasks, {readable} readable, {patched} patched",
-            f"  need a judge   {sum(needs_judge(t['eval']) for t in tasks)}",
-            f"  change state   {sum(map(changes_state, tasks))}"]
-    for name, n in sorted(Counter(s for t in tasks for s in sites_of(t)).items()):
-        there = sites.get(name)
-        state = f"{len(there.replicas)} replica(s)" if there else "left out" if name in sites else "MISSING"
-        hook = ", reset" if there and any(r.reset for r in there.replicas) else ""
-        said.append(f"  need {name:15} {n:4}   {state}{hook}")
-    for kind, n in sorted(Counter("+".join(t["eval"]["eval_types"]) for t in tasks).items()):
-        said.append(f"  {kind:30} {n:4}")
-    for replica in [r for s in sites.values() if s for r in s.replicas] if cfg.live else ():
-        try:
-            check_address(replica)
-        except SiteError as e:
-            found.append((replica.site, str(e)))
-    print("\n".join([*said, *(f"  PROBLEM {task_id}: {problem}" for task_id, problem in found)]))
-    if found:
-        raise UserError(f"{cfg.tasks}: {len(found)} problems, listed above")
-

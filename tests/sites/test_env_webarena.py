@@ -12,8 +12,7 @@ from hostile import scripted
 import rollout
 from language.prompts import load_prompts
 from model.llm import Client
-from sites.webarena import environment
-from sites.webarena.environment import WebArena
+from sites.webarena.environment import Judge, WebArena
 from sites.webarena.replicas import ACCOUNTS
 from sites.webarena.rules import PROFILES, Unknown
 from tests.site import CodeHost, Forum, Map, Shop, html_target, local_sites, task, written
@@ -137,7 +136,7 @@ def test_every_eval_type_end_to_end_right_and_wrong(web, tmp_path):
 
 
 def test_an_unplugged_judge_is_infra_with_its_reason(web, tmp_path):
-    env = environment(tmp_path, web, [ONE_OF_EACH[-1][0]], judge=environment.Judge(
+    env = environment(tmp_path, web, [ONE_OF_EACH[-1][0]], judge=Judge(
         lambda: Client("j", base_url="http://127.0.0.1:9/v1", retries=0), load_prompts()))
     episode, = play(env, env.tasks("any"), {"what is it about": [["response(answer='books')"]]})
     assert (episode.status, episode.reward) == ("infra",
@@ -159,7 +158,7 @@ def test_a_wrong_judge_key_is_unknown_with_its_reason_and_without_the_key(monkey
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong-key")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Unauthorized)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    asked = environment.Judge(
+    asked = Judge(
         lambda: Client("j", base_url=f"http://127.0.0.1:{server.server_address[1]}/v1"), load_prompts())
     with pytest.raises(Unknown, match="401") as error:
         asked("answer", "question", "reference", "answer")

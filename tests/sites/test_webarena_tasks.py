@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime import UserError
-from sites.webarena import environment
+from sites.webarena.check import Config, check
 from sites.webarena.environment import WebArena
 from sites.webarena.replicas import load_sites
 from sites.webarena.tasks import FILES, apply_patch, bind, derive_train, read_tasks, to_placeholders
@@ -97,7 +97,7 @@ def test_the_older_schema_is_read():
     (REAL["legacy"], ["647 tasks, 647 readable", "need a judge   86"]),
     (REAL["revised"], ["647 tasks, 647 readable", "need a judge   186"])])
 def test_check_passes_on_the_real_files(path, lines, tmp_path, capsys):
-    environment.check(environment.Config(str(DATA / path), written(tmp_path / "sites.json", EVERYWHERE)))
+    check(Config(str(DATA / path), written(tmp_path / "sites.json", EVERYWHERE)))
     said = capsys.readouterr().out
     assert all(line in said for line in lines) and "PROBLEM" not in said
 
@@ -125,7 +125,7 @@ def test_a_faulty_task_is_an_error_that_names_it(bad, message, tmp_path, capsys)
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         WebArena(file, sites, leases=tmp_path).tasks("train647")
     with pytest.raises(UserError, match="1 problems"):
-        environment.check(environment.Config(file, sites))
+        check(Config(file, sites))
     assert "2 tasks, 1 readable" in (said := capsys.readouterr().out) and "PROBLEM 7: " in said
 
 
@@ -200,10 +200,10 @@ def test_a_patch_repairs_annotations(tmp_path):
 def test_check_asks_live_sites(tmp_path, capsys):
     with local_sites(1, [Forum, Map]) as web:
         file, sites = written(tmp_path / "tasks.json", [GOOD]), written(tmp_path / "sites.json", web.json)
-        environment.check(environment.Config(file, sites, live=True))
+        check(Config(file, sites, live=True))
         web.one("reddit").elsewhere = web.one("map").origin
         with pytest.raises(UserError, match="1 problems"):
-            environment.check(environment.Config(file, sites, live=True))
+            check(Config(file, sites, live=True))
     assert "PROBLEM reddit: site reddit:" in capsys.readouterr().out
 
 
