@@ -8,7 +8,7 @@ cd "$(dirname "$0")"
 export OMP_WAIT_POLICY=passive  # idle torch threads sleep instead of taking the cores from the browsers
 pytest=".venv/bin/python -m pytest"
 [ $# = 0 ] || exec $pytest "$@"
-timed="tests/web/test_browser.py tests/test_rollout.py"
+timed="tests/web/test_browser.py tests/web/test_chromium.py tests/test_rollout.py"
 shared="tests/test_stages.py tests/sites/test_env_webarena.py tests/model/test_agents.py tests/test_scale.py tests/test_evaluate.py
   tests/test_demo.py tests/test_analysis.py tests/web/test_effects.py tests/web/test_scrolling.py tests/sites/test_env_miniwob.py
   tests/sites/test_miniwob_rewards.py tests/test_forks.py"

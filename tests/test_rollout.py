@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from hostile import CLICK, END, Hostile, Prompts, act, left_behind, scripted
+from hostile import Hostile, Prompts, act, left_behind, scripted
+from scenarios import CLICK, END
 
 import rollout
 from bench.soak import while_they_come
