@@ -17,7 +17,7 @@ esac
 failed=0
 .venv/bin/ruff check --quiet . || failed=1
 .venv/bin/mypy || failed=1
-timed="tests/web/test_browser.py tests/test_rollout.py"
+timed="tests/web/test_browser.py tests/web/test_chromium.py tests/test_rollout.py"
 shared="tests/test_stages.py tests/sites/test_env_webarena.py tests/model/test_agents.py tests/test_scale.py
   tests/test_evaluate.py tests/test_demo.py tests/test_analysis.py tests/records/test_viewer.py tests/web/test_effects.py
   tests/web/test_scrolling.py tests/sites/test_env_miniwob.py tests/sites/test_miniwob_rewards.py tests/test_systems.py

@@ -2,7 +2,7 @@
 
     python bench/soak.py --episodes 500       # 5 minutes on two idle cores; the last line is one JSON object
 
-Half of the episodes meet a harmless page, the others one of tests/hostile.py's scenarios each: dialogs,
+Half of the episodes meet a harmless page, the others one of tests/scenarios.py each: dialogs,
 popups, crashes, killed browsers, hangs, downloads, endless redirects, memory without end ...
 
     lost               episodes that never came back: after the longest time that one may take without any
@@ -28,7 +28,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from hostile import SCENARIOS, Hostile, act, left_behind, outcome, scripted
+from hostile import Hostile, act, left_behind, outcome, scripted
+from scenarios import SCENARIOS
 
 from records.training_log import fault_counts
 from rollout import Pool

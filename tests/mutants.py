@@ -4,9 +4,9 @@
     python tests/mutants.py --only clip    # those with "clip" in their name
 
 Each fault is one piece of source, replaced in a copy of the project. The copy's tests of the equations run,
-then those of the update, of the policy and of the critic, until one fails; a line per fault says which. A
-fault that no test notices is a gap in the tests. The last line is JSON: {"mutants": how many, "caught": how
-many were noticed}.
+then those of the update, of the policy, of the adapters and of the critic, until one fails; a line per fault
+says which. A fault that no test notices is a gap in the tests. The last line is JSON: {"mutants": how many,
+"caught": how many were noticed}.
 
 faults.txt holds the faults, an empty line between two of them. Each is the file with the fault's name, then
 the lines of source that it replaces, after "- ", which occur there once (test_house.py looks), then what
@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import runtime
 
 TESTS = ("test_equations", "test_losses", "test_grpo_hier", "model/test_update", "model/test_policy",
-         "model/test_critic")
+         "model/test_backbone", "model/test_critic")
 FIRST = {"policy": "model/test_policy", "inputs": "model/test_policy", "backbone": "model/test_policy",
          "critic": "model/test_critic", "update": "model/test_update"}       # whose tests notice soonest
 

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from hostile import CLICK, END, Hostile, Prompts, act, left_behind, scripted
+from hostile import Hostile, Prompts, act, left_behind, scripted
+from scenarios import CLICK, END
 
 import rollout
 from bench.soak import while_they_come
@@ -24,9 +25,7 @@ from sites.miniwob import MiniWob
 from web.environment import RolloutConfig, Verdict
 
 SETTINGS = {
-    "threads": 2,
-    "retries": 1,
-    "coordinates": "page",
+    "threads": 2, "retries": 1, "coordinates": "page",
     "max_steps": 4,
     "call_timeout": 4.0,
     "settle": 1.0,
