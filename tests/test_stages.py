@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from test_artefacts import RECORDED, same_fields
 from test_docs import glossary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -144,12 +145,18 @@ def last_checkpoint(run_directory) -> Path:
     return sorted((run_directory / "checkpoints").iterdir())[-1]
 
 
-def test_stage_3_killed_and_resumed_ends_with_the_same_bytes(models):
+@pytest.fixture(scope="module")
+def whole(models):
+    """A run directory of stage 3, run in one go."""
     run(*grpo(models, "whole"))
+    return models / "whole"
+
+
+def test_stage_3_killed_and_resumed_ends_with_the_same_bytes(models, whole):
     command = grpo(models, "parts")
     kill_after(command, lambda: len(lines(models / "parts/log.jsonl")) >= 1)  # within the second batch
     run(*command)
-    whole, parts = models / "whole", models / "parts"
+    parts = models / "parts"
     assert [line["batch"] for line in lines(parts / "log.jsonl")] == [0, 1, 2]
     seen = [(e["batch"], e["task"], e["k"], e["m"]) for e in lines(parts / "episodes.jsonl")]
     assert len(seen) == len(set(seen)) == 3 * 2 * 3
@@ -163,6 +170,18 @@ def test_stage_3_killed_and_resumed_ends_with_the_same_bytes(models):
                 == (last_checkpoint(parts) / file).read_bytes()), file
 
 
+def test_files_of_stage_3_are_those_that_were_recorded(whole):
+    """Layout, keys and types of a run's files."""
+    last = last_checkpoint(whole)
+    there = sorted(str(f.relative_to(last)) for f in last.rglob("*") if f.is_file())
+    assert there == RECORDED["checkpoint"]
+    episode = lines(whole / "episodes.jsonl")[0]
+    same_fields(lines(whole / "log.jsonl")[0], RECORDED["log.jsonl"])
+    same_fields(episode, RECORDED["episodes.jsonl"])
+    same_fields(episode["steps"][0], RECORDED["steps"])
+
+
+
 @pytest.mark.parametrize("row", [["--train_decomposer", "false"], ["--use_plan", "false", "--M", "4"],
                                  ["--norm", "printed", "--std", "true"]], ids=" ".join)
 def test_the_rows_of_table_2_and_the_printed_form_run(models, row):
@@ -173,10 +192,10 @@ def test_the_rows_of_table_2_and_the_printed_form_run(models, row):
     assert (last_checkpoint(directory) / "decomposer").exists() == ("--use_plan" not in row)
 
 
-def test_stage_4_resumes_and_reports(models, capsys):
+def test_stage_4_resumes_and_reports(models, whole, capsys):
     command = ["evaluate.py", "--prompts", "demo/prompts.json", "--dtype", "float32",
                "--run_dir", models / "eval", "--actor", models / "actor/hf",
-               "--decomposer", models / "decomposer/hf", "--adapters", models / "whole",
+               "--decomposer", models / "decomposer/hf", "--adapters", whole,
                "--env", "miniwob", "--tasks", "click-tab", "--split", "eval", "--instances", 4,
                "--runs", 1, "--threads", 2, "--max_steps", 2, "--max_tokens_A", 24, "--max_tokens_D", 12]
     run(*command)
@@ -188,6 +207,8 @@ def test_stage_4_resumes_and_reports(models, capsys):
     assert "click-tab" in out and "n 4, infra 0" in out
     tasks = [e["task"] for e in lines(models / "eval/episodes.jsonl")]
     assert len(tasks) == len(set(tasks)) == 4
+    result = json.loads((models / "eval/result.json").read_text())
+    assert sorted(result) == RECORDED["result.json"]
 
 
 @pytest.mark.parametrize("stage, command, told", [
@@ -199,7 +220,7 @@ def test_stage_4_resumes_and_reports(models, capsys):
     ("evaluate", lambda d: ["--run_dir", d / "eval", "--actor", d / "actor/hf", "--use_plan", "false",
                             "--env", "miniwob", "--split", "eval", "--tasks", "click-tab", "--instances", 7],
      ["7 tasks x 4 runs = 28 episodes"])])
-def test_a_dry_run_says_how_much_and_writes_nothing(models, capsys, stage, command, told):
+def test_a_dry_run_says_how_much_and_writes_nothing(models, whole, capsys, stage, command, told):
     def files():
         return {path: path.read_bytes() for path in models.rglob("*") if path.is_file()}
     before = files()
