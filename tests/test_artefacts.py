@@ -1,5 +1,5 @@
-"""Prompts, schedule, seeds and fields of files against artefacts.json, recorded before systems had a seam: all
-that every machine agrees on. Bytes of floats hold on one machine only; test_grpo_log.py has their numbers.
+"""Prompts, schedule, seeds and fields of files against artefacts.json, recorded before systems had a seam: what
+every machine agrees on. Bytes of floats hold on one machine only; test_grpo_log.py has their numbers.
 Those of files come from the run of test_stages.py."""
 
 import json
