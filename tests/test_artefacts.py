@@ -1,6 +1,7 @@
-"""Prompts, schedule, seeds and fields of files against artefacts.json, recorded before systems had a seam: what
-every machine agrees on. Bytes of floats hold on one machine only; test_grpo_log.py has their numbers.
-Those of files come from the run of test_stages.py."""
+"""Prompts, schedule, seeds and fields of files against artefacts.json, recorded before systems had a seam.
+
+That is what every machine agrees on; bytes of floats hold on one only, test_grpo_log.py has their numbers. The
+fields of files are compared with the runs of test_stages.py."""
 
 import json
 
