@@ -1,6 +1,6 @@
 """Prompts, schedule, seeds and fields of files against artefacts.json, recorded before systems had a seam.
 
-That is what every machine agrees on; bytes of floats hold on one only, test_grpo_log.py has their numbers. The
+Every machine agrees on that; bytes of floats hold on one only, test_grpo_log.py has their numbers. The
 fields of files are compared with the runs of test_stages.py."""
 
 import json
