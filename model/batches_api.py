@@ -139,7 +139,8 @@ class Batches:
             yield tag, LLMError(f"batch: no answer, it is {batch.status}", transient=True)
 
     def _result(self, o: dict):
-        response, error = o.get("response"), o.get("error") or {}
+        response = o.get("response")
+        error = o.get("error") or {}
         if not response:  # batch_expired, batch_cancelled, request_timeout
             return LLMError(f"batch: {error.get('code')}: {error.get('message')}", transient=True)
         if response.get("status_code") != 200:
