@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bookkeeping import PHASES
 
 from runtime import UserError
+from runtime.stopwatch import PHASES
 from web.chromium import Chromium, Watchdog, chromium, web_errors
 
 ROOT = Path(__file__).resolve().parent.parent
