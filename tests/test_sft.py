@@ -155,12 +155,12 @@ EXAMPLES = {"painter": Examples(texts, says), "scout": Examples(texts, plans, on
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
     """Two systems in files of their own, one of which says nothing about stage 2."""
-    import rollout
+    import runtime.systems
     import systems
     (tmp_path / "systems").mkdir()
     (tmp_path / "systems/toy.py").write_text(TOY)
     (tmp_path / "systems/mute.py").write_text(KEPT)
-    monkeypatch.setattr(rollout, "ROOT", tmp_path)
+    monkeypatch.setattr(runtime.systems, "ROOT", tmp_path)
     monkeypatch.setattr(systems, "__path__", [str(tmp_path / "systems")])
     yield tmp_path / "run"
     for name in ("systems.toy", "systems.mute"):

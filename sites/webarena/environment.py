@@ -137,7 +137,7 @@ class WebArena(Environment):
     def _task(self, task: dict, label: str) -> Task:
         site = task["sites"][0] if len(task["sites"]) == 1 else "multi"
         changes = changes_state(task)
-        own = [site for s in sites_of(task) if s not in READ_ONLY and (site := self.sites.get(s))]
+        own = [there for s in sites_of(task) if s not in READ_ONLY and (there := self.sites.get(s))]
         lasting = changes and any(not replica.reset for s in own for replica in s.replicas)
         return Task(f"{label}/{task['task_id']}", site, task["intent"], 0, task, changes, lasting)
 

@@ -12,7 +12,8 @@ from fabricated import episode, step, write
 
 import analysis
 from analysis import Config
-from web import session
+from web.chromium import CHROMIUM_ARGS
+from web.chromium import chromium as executable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,8 +26,7 @@ HOSTILE = ("</script><script>window.hacked = 1</script><!-- <img src=x onerror='
 def chromium():
     from playwright.sync_api import sync_playwright
     with sync_playwright() as p:
-        args = session.CHROMIUM_ARGS
-        b = p.chromium.launch(executable_path=session.chromium(), args=args)
+        b = p.chromium.launch(executable_path=executable(), args=CHROMIUM_ARGS)
         yield b
         b.close()
 
